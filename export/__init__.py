@@ -1,0 +1,1 @@
+"""Hope models in torch files: data, training, ONNX export, and proof of equality."""

@@ -1,0 +1,43 @@
+"""The seam between the engine and whatever computes the model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fednl_runtime.config import HopeConfig
+from fednl_runtime.state import Array, MemoryState, Tokens
+
+
+class Stream(Protocol):
+    """A running batch of sessions with its own state buffers; one owner, one thread."""
+
+    def feed(self, tokens: Tokens, adapt: Array) -> Array:
+        """Read tokens `[B, T]` with adapt scales `[B, 2]`; return logits `[B, T, V]`.
+
+        The call may not cross a multiple of `Backend.segment` in any row. The logits are a view that
+        the next call overwrites.
+        """
+
+    def snapshot(self) -> MemoryState:
+        """An owning copy of the state after the last `feed`."""
+
+
+class Backend(Protocol):
+    """A loaded model: immutable, shared by all streams."""
+
+    config: HopeConfig
+    segment: int
+    """Calls never cross a multiple of this many tokens of absolute position."""
+
+    def open(self, state: MemoryState) -> Stream:
+        """A stream that continues from `state`; the state itself is left alone."""
+
+
+def segments(position: int, num_tokens: int, segment: int) -> list[slice]:
+    """Cut `num_tokens` tokens that start at `position` at the multiples of `segment`.
+
+    >>> segments(14, 20, 16)
+    [slice(0, 2, None), slice(2, 18, None), slice(18, 20, None)]
+    """
+    cuts = [0, *range(segment - position % segment, num_tokens, segment), num_tokens]
+    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]

@@ -1,0 +1,97 @@
+"""The configuration of a Hope model: everything that shapes follow from."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+from fednl_runtime.errors import ConfigError
+
+PROFILES = ("delta", "self_modifying")
+MEMORIES = ("k", "v", "eta", "alpha", "mem")
+"""The five memories of a self-modifying layer, in the order of their stacked tensors."""
+
+INPUTS = ("k", "v", "q", "g")
+"""The projections that pass through the causal convolution, in the order of their channels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HopeConfig:
+    """Shapes and constants of a Hope model (arXiv 2512.24695, section 8).
+
+    Periods are in tokens and tied to the absolute position of a session, never to calls.
+    """
+
+    vocab_size: int
+    d_model: int = 256
+    n_head: int = 4
+    layers: tuple[str, ...] = ("delta", "delta", "self_modifying", "delta")
+    d_memory: int = 32
+    """Hidden width of a self-modifying memory, per head."""
+    memory_period: int = 64
+    """Tokens between promotions of the running weights to boundary weights."""
+    d_conv: int = 4
+    """Window of the causal convolution, in tokens."""
+    cms_periods: tuple[int, ...] = (64, 512, 4096)
+    """Update period of each CMS level of a block, fastest first."""
+    d_cms: int = 256
+    """Hidden width of the static MLP of a CMS level."""
+    cms_rank: int = 32
+    top_rank: int = 64
+    top_period: int = 16
+    eta_max: float = 1.0
+    error_clip: float = 1.0
+    log_alpha_min: float = -4.0
+    norm_eps: float = 1e-6
+    norm_cap: float = 64.0
+    """Largest Frobenius norm of the top level's fast weight, relative to 1 / rms(|E|)."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_head", "d_memory", "memory_period", "d_conv", "d_cms", "cms_rank"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.d_conv < 2:
+            raise ConfigError("d_conv is 1; the causal convolution needs a window of at least 2 tokens.")
+        if self.d_model % self.n_head:
+            raise ConfigError(f"d_model {self.d_model} is not a multiple of n_head {self.n_head}.")
+        if not self.layers or any(p not in PROFILES for p in self.layers):
+            raise ConfigError(f"layers is {self.layers}; give one or more of {', '.join(PROFILES)}.")
+        periods = (self.top_period, *self.cms_periods)
+        if any(p < 1 for p in periods) or any(b % a for a, b in itertools.pairwise(self.cms_periods)):
+            raise ConfigError(f"cms_periods is {self.cms_periods}; each must be a multiple of the one before.")
+
+    @property
+    def n_layer(self) -> int:
+        """Number of blocks."""
+        return len(self.layers)
+
+    @property
+    def d_head(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.n_head
+
+    @property
+    def n_cms(self) -> int:
+        """Number of CMS levels in each block."""
+        return len(self.cms_periods)
+
+    def to_json(self) -> str:
+        """The configuration as a JSON object with sorted keys."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> HopeConfig:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: not JSON, a field is missing, or a field is unknown to this version.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            for name in ("layers", "cms_periods"):
+                fields[name] = tuple(fields[name])
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"The model configuration cannot be read ({error}). Use a newer fednl-runtime.") from error

@@ -1,0 +1,49 @@
+"""The errors a user or a file can cause; each sentence says what to do."""
+
+
+class FednlError(Exception):
+    """Base class: the message is shown to the user as it is."""
+
+
+class ConfigError(FednlError):
+    """A model configuration that cannot be built."""
+
+
+class ModelFileError(FednlError):
+    """A model file that is not one of ours, is damaged, or needs a newer runtime."""
+
+
+class CheckpointError(FednlError):
+    """A training checkpoint that is missing, damaged or of another configuration."""
+
+
+class StateError(FednlError):
+    """A memory state whose names, shapes or types do not fit the model."""
+
+
+class RequestError(FednlError):
+    """A request with a value that cannot be served."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class SessionNotFoundError(FednlError):
+    """No session of that name exists for this caller."""
+
+
+class SessionBusyError(FednlError):
+    """Another turn is writing to the session."""
+
+
+class QueueFullError(FednlError):
+    """More turns wait than the server accepts."""
+
+
+class MemoryBreachError(FednlError):
+    """A turn left a memory that is not finite or too large; the turn was discarded."""
+
+
+class VerificationError(FednlError):
+    """Two implementations of the model disagree by more than the stated bound."""

@@ -1,0 +1,1 @@
+"""The HTTP streaming completion endpoint and the command line."""

@@ -1,0 +1,273 @@
+"""Hope in torch: the literal step, the chunked forward pass, and the training loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fednl_runtime import recurrence as rec
+from fednl_runtime.config import INPUTS, MEMORIES, HopeConfig
+from fednl_runtime.recurrence import TensorDict, unit
+from fednl_runtime.state import MemoryState, state_shapes
+
+HALF_LIVES = (64.0, 8192.0)
+"""Half-life in tokens of the fastest and the slowest head's memory at initialisation."""
+
+
+def normal(*shape: int, std: float | None = None) -> nn.Parameter:
+    """A parameter drawn from N(0, std^2); without `std`, from N(0, 1 / fan-in)."""
+    return nn.Parameter(torch.randn(*shape) * (shape[-1] ** -0.5 if std is None else std))
+
+
+def constant(value: float, *shape: int) -> nn.Parameter:
+    """A parameter filled with one value."""
+    return nn.Parameter(torch.full(shape, float(value)))
+
+
+def retention_bias(n_head: int) -> Tensor:
+    """b_alpha `[H]` whose retentions sigmoid(b) have half-lives spaced evenly on a log scale."""
+    half_lives = torch.logspace(math.log2(HALF_LIVES[0]), math.log2(HALF_LIVES[1]), n_head, base=2)
+    retention = 2 ** (-1 / half_lives.double())
+    return torch.logit(retention).float()
+
+
+class Block(nn.Module):
+    """Parameters of one block; the names are those of `reference.step`."""
+
+    def __init__(self, c: HopeConfig, profile: str) -> None:
+        super().__init__()
+        d, h = c.d_model, c.n_head
+        self.norm = constant(1, d)
+        self.w_in = normal((len(INPUTS) + 1) * d, d)
+        self.conv = normal(len(INPUTS) * d, c.d_conv, std=0.1)
+        self.conv.data[:, -1] += 1
+        self.r_eta, self.b_eta = normal(h, c.d_head), constant(0, h)
+        self.r_alpha, self.b_alpha = normal(h, c.d_head, std=0.1 * c.d_head**-0.5), nn.Parameter(retention_bias(h))
+        if profile == "self_modifying":
+            heads = len(MEMORIES) * h
+            self.w1_init = normal(heads, c.d_memory, c.d_head, std=1e-3)
+            self.w2_init = normal(heads, c.d_head, c.d_memory, std=c.d_head**-0.5)
+        self.head_norm = constant(1, h, c.d_head)
+        self.w_out = normal(d, d, std=(2 * c.n_layer * d) ** -0.5)
+        if c.n_cms:
+            depth = 2 * c.n_layer * c.n_cms
+            self.cms_norm = constant(1, c.n_cms, d)
+            self.cms_in = normal(c.n_cms, c.d_cms + c.cms_rank + d, d)
+            self.cms_out = normal(c.n_cms, d, c.d_cms, std=(depth * c.d_cms) ** -0.5)
+            self.cms_step, self.cms_decay = constant(-1, c.n_cms), constant(4, c.n_cms)
+
+    def tensors(self) -> TensorDict:
+        """The parameters by name."""
+        return dict(self.named_parameters())
+
+
+class TopLevel(nn.Module):
+    """Rules of the top level: projection P, step size and decay."""
+
+    def __init__(self, c: HopeConfig) -> None:
+        super().__init__()
+        self.p = normal(c.top_rank, c.d_model)
+        self.step, self.decay = constant(-1), constant(7)
+
+
+def pieces(position: list[int], length: int, period: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+    """Cut a call where any row reaches a multiple of `period`; with each piece, the rows that close."""
+    starts = sorted({0, *(t for p in set(position) for t in range(-p % period, length, period))})
+    for start, stop in zip(starts, [*starts[1:], length], strict=True):
+        yield slice(start, stop), torch.tensor([(p + start) % period == 0 for p in position], device=device)
+
+
+class Hope(nn.Module):
+    """A Hope language model (arXiv 2512.24695, section 8) with an exact-gradient top level.
+
+    State travels as a dict of tensors named as in `state.state_shapes` plus `position` `[B]` int64.
+    """
+
+    def __init__(self, config: HopeConfig, compute: torch.dtype | None = None, chunk: int = 64) -> None:
+        """`compute` is the type of the large products (bfloat16 when training); `chunk` only sets the speed."""
+        super().__init__()
+        self.config, self.compute, self.chunk = config, compute, chunk
+        self.embedding = normal(config.vocab_size, config.d_model, std=0.02)
+        self.layers = nn.ModuleList(Block(config, profile) for profile in config.layers)
+        self.norm = constant(1, config.d_model)
+        if config.top_rank:
+            self.top = TopLevel(config)
+        self.self_modifying = rec.self_modifying
+        self.delta = rec.delta
+
+    def zeros(self, batch: int = 1) -> TensorDict:
+        """The state of `batch` fresh sessions."""
+        like = self.embedding
+        state = {n: like.new_zeros(batch, *shape) for n, shape in state_shapes(self.config).items()}
+        return state | {"position": torch.zeros(batch, dtype=torch.int64)}
+
+    def adapt(self, batch: int) -> Tensor:
+        """Default scales `[B, 2]`: everything learns."""
+        return self.embedding.new_ones(batch, 2)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x W^T in the compute type, returned in the type of x."""
+        if self.compute is None:
+            return F.linear(x, weight)
+        return F.linear(x.to(self.compute), weight.to(self.compute)).to(x.dtype)
+
+    def rms_norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        """RMSNorm over the last axis."""
+        return F.rms_norm(x, gain.shape[-1:], eps=self.config.norm_eps) * gain
+
+    def mixer(self, x: Tensor, layer: TensorDict, state: TensorDict, position: list[int], adapt: Tensor) -> tuple[Tensor, TensorDict]:
+        """Memory mixer over x `[B, T, d]`: what is added to the residual stream, and the new state."""
+        c = self.config
+        length = x.shape[1]
+        projected = self.linear(self.rms_norm(x, layer["norm"]), layer["w_in"])
+        u, z = projected.split([len(INPUTS) * c.d_model, c.d_model], -1)
+        window = torch.cat([state["conv"], u], 1)
+        u = sum(window[:, j : j + length] * layer["conv"][:, j] for j in range(c.d_conv))
+        u = unit(u.unflatten(-1, (len(INPUTS), c.n_head, c.d_head)), c.norm_eps).permute(2, 0, 3, 1, 4)
+        if "s" in state:
+            k, v, q, g = u
+            y, s = self.delta(q, k, v, *rec.gates(layer, g, g, adapt, c), state["s"], self.chunk)
+            new = {"s": s}
+        else:
+            outputs = []
+            for piece, closing in pieces(position, length, c.memory_period, x.device):
+                part = tuple(t[:, :, piece] for t in u)
+                y, state = self.self_modifying(part, layer, state, adapt, closing, c)
+                outputs.append(y)
+            y, new = torch.cat(outputs, 2), state
+        y = self.rms_norm(y.transpose(1, 2), layer["head_norm"]).flatten(2) * F.silu(z)
+        return self.linear(y, layer["w_out"]), {"conv": window[:, length:], **new}
+
+    def cms(self, x: Tensor, layer: TensorDict, state: TensorDict, position: list[int], adapt: Tensor) -> tuple[Tensor, TensorDict]:
+        """Continuum Memory System over x `[B, T, d]`, fastest level first."""
+        c = self.config
+        new: dict[str, list[Tensor]] = {"cms_f": [], "cms_a": [], "cms_g": []}
+        steps, decays = torch.sigmoid(layer["cms_step"]), torch.sigmoid(layer["cms_decay"])
+        for i, period in enumerate(c.cms_periods):
+            h = self.linear(self.rms_norm(x, layer["cms_norm"][i]), layer["cms_in"][i])
+            up, p, t = h.split([c.d_cms, c.cms_rank, c.d_model], -1)
+            p = unit(p, c.norm_eps)
+            f, a, g = state["cms_f"][:, i], state["cms_a"][:, i], state["cms_g"][:, i]
+            reads = []
+            for piece, closing in pieces(position, x.shape[1], period, x.device):
+                f, a, g = rec.cms_close(f, a, g, steps[i] / period, decays[i], adapt, closing)
+                keys = p[:, piece]
+                reads.append(keys @ f)
+                weighted = (adapt[:, 1, None, None] * keys).transpose(1, 2)
+                a, g = a + weighted @ t[:, piece], g + weighted @ keys
+            x = x + self.linear(F.silu(up), layer["cms_out"][i]) + torch.cat(reads, 1)
+            for name, value in zip(new, (f, a, g), strict=True):
+                new[name].append(value)
+        return x, {name: torch.stack(values, 1) for name, values in new.items()}
+
+    def body(self, tokens: Tensor, state: TensorDict, adapt: Tensor) -> tuple[Tensor, TensorDict]:
+        """All blocks: tokens `[B, T]` -> normalised final hidden state `[B, T, d]` and the layers' state."""
+        position = state["position"].tolist()
+        x = self.embedding[tokens] if self.compute is None else F.embedding(tokens, self.embedding)
+        new: TensorDict = {}
+        for i, block in enumerate(self.layers):
+            assert isinstance(block, Block)
+            layer = block.tensors()
+            own = {n.removeprefix(f"{i}."): t for n, t in state.items() if n.startswith(f"{i}.")}
+            cms_state = {n: own.pop(n) for n in list(own) if n.startswith("cms_")}
+            added, mixed = self.mixer(x, layer, own, position, adapt)
+            x = x + added
+            if cms_state:
+                x, levels = self.cms(x, layer, cms_state, position, adapt)
+                mixed |= levels
+            new |= {f"{i}.{n}": t for n, t in mixed.items()}
+        return self.rms_norm(x, self.norm), new
+
+    def top_rates(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(eps, lambda, norm cap) of the top level, relative to the embedding's mean square norm."""
+        power = self.embedding.detach().double().square().sum().to(self.embedding.dtype) / self.config.vocab_size
+        return 2 * torch.sigmoid(self.top.step) / power, torch.sigmoid(self.top.decay), self.config.norm_cap / power.sqrt()
+
+    def top_close(self, state: TensorDict, tokens: Tensor, adapt: Tensor, closing: Tensor) -> Tensor:
+        """F after the pending chunk's exact gradient, if it closes; `tokens [B]` is the last target."""
+        if not closing.any():
+            return state["top.f"]
+        targets = torch.cat([state["top.token"][:, 1:].long(), tokens[:, None]], 1)
+        with torch.no_grad():
+            error = (state["top.h"] @ self.embedding.T).softmax(-1)
+            error.scatter_add_(-1, targets[..., None], -torch.ones_like(error[..., :1]))
+            g = error @ self.embedding
+        return rec.top_step(state["top.f"], state["top.p"].transpose(1, 2) @ g, *self.top_rates(), adapt, closing)
+
+    def forward(self, tokens: Tensor, state: TensorDict, adapt: Tensor | None = None) -> tuple[Tensor, TensorDict]:
+        """Logits `[B, T, V]` and the next state for tokens `[B, T]`; rows may be at any position."""
+        adapt = self.adapt(len(tokens)) if adapt is None else adapt
+        h, new = self.body(tokens, state, adapt)
+        if self.config.top_rank:
+            h, levels = self.read_top(h, tokens, state, adapt)
+            new |= levels
+        return h @ self.embedding.T, new | {"position": state["position"] + tokens.shape[1]}
+
+    def read_top(self, h: Tensor, tokens: Tensor, state: TensorDict, adapt: Tensor) -> tuple[Tensor, TensorDict]:
+        """h' `[B, T, d]` of the top level and its state after the call."""
+        c = self.config
+        position = state["position"].tolist()
+        state = {n: t for n, t in state.items() if n.startswith("top.")}
+        p = unit(h @ self.top.p.T, c.norm_eps)
+        outputs = []
+        for piece, closing in pieces(position, h.shape[1], c.top_period, h.device):
+            f = self.top_close(state, tokens[:, piece.start], adapt, closing)
+            outputs.append(h[:, piece] + p[:, piece] @ f)
+            rows = self.pending(outputs[-1], p[:, piece], tokens[:, piece], adapt)
+            state = {"top.f": f} | {n: torch.cat([state[n], t], 1)[:, -c.top_period :] for n, t in rows.items()}
+        return torch.cat(outputs, 1), state
+
+    @staticmethod
+    def pending(h: Tensor, p: Tensor, tokens: Tensor, adapt: Tensor) -> TensorDict:
+        """What the top level keeps of tokens whose targets it has not learnt from."""
+        return {"top.h": h, "top.p": adapt[:, 1:, None] * p, "top.token": tokens.to(h.dtype)}
+
+    def loss(self, tokens: Tensor, targets: Tensor, state: TensorDict) -> tuple[Tensor, TensorDict]:
+        """Next-token cross-entropy `[B, T]` in nats, and the next state, at the cost of one softmax.
+
+        Positions and T must be multiples of `top_period`: then each chunk's gradient at h', which the
+        loss needs anyway, is the one that the top level learns from. It counts as a constant, so P,
+        eps and lambda are meta-learned to first order.
+        """
+        c = self.config
+        assert c.top_rank and tokens.shape[1] % c.top_period == 0 and not (state["position"] % c.top_period).any()
+        adapt = self.adapt(len(tokens))
+        h, new = self.body(tokens, state, adapt)
+        p = unit(h @ self.top.p.T, c.norm_eps)
+        embedding = self.embedding if self.compute is None else self.embedding.to(self.compute)
+        rates = self.top_rates()
+        everyone = torch.ones(len(tokens), dtype=torch.bool, device=h.device)
+        f = self.top_close(state, tokens[:, 0], adapt, everyone)
+        losses = []
+        for start in range(0, tokens.shape[1], c.top_period):
+            piece = slice(start, start + c.top_period)
+            if start:
+                f = rec.top_step(f, keys.transpose(1, 2) @ g, *rates, adapt, everyone)
+            keys = p[:, piece]
+            read = h[:, piece] + keys @ f
+            loss, g = rec.CrossEntropy.apply(read, embedding, targets[:, piece])
+            losses.append(loss)
+        new |= {"top.f": f} | self.pending(read, keys, tokens[:, piece], adapt)
+        return torch.cat(losses, 1), new | {"position": state["position"] + tokens.shape[1]}
+
+
+def to_tensors(state: MemoryState) -> TensorDict:
+    """A NumPy state as the torch state of `Hope`."""
+    tensors = {n: torch.from_numpy(t.copy()) for n, t in state.tensors.items()}
+    return tensors | {"position": torch.from_numpy(state.position.copy())}
+
+
+def to_arrays(state: TensorDict) -> MemoryState:
+    """The torch state of `Hope` as a NumPy state."""
+    arrays = {n: t.detach().cpu().numpy().copy() for n, t in state.items()}
+    return MemoryState(arrays, arrays.pop("position"))
+
+
+def parameters(model: Hope) -> dict[str, np.ndarray]:
+    """The parameters of a model as arrays, named as in `reference.step`."""
+    return {n: t.detach().cpu().numpy() for n, t in model.state_dict().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 from fednl_runtime.config import HopeConfig
@@ -40,4 +41,4 @@ def segments(position: int, num_tokens: int, segment: int) -> list[slice]:
     [slice(0, 2, None), slice(2, 18, None), slice(18, 20, None)]
     """
     cuts = [0, *range(segment - position % segment, num_tokens, segment), num_tokens]
-    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    return [slice(a, b) for a, b in itertools.pairwise(cuts) if b > a]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from typing import Any
 
 from fednl_runtime.errors import ConfigError
@@ -15,6 +16,20 @@ MEMORIES = ("k", "v", "eta", "alpha", "mem")
 
 INPUTS = ("k", "v", "q", "g")
 """The projections that pass through the causal convolution, in the order of their channels."""
+
+WHOLE = {
+    "vocab_size": 1,
+    "d_model": 1,
+    "n_head": 1,
+    "d_memory": 1,
+    "memory_period": 1,
+    "d_conv": 2,
+    "d_cms": 1,
+    "cms_rank": 1,
+    "top_rank": 0,
+    "top_period": 1,
+}
+"""The smallest value of each whole number of a configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +55,7 @@ class HopeConfig:
     """Hidden width of the static MLP of a CMS level."""
     cms_rank: int = 32
     top_rank: int = 64
+    """Rank of the top level; 0 leaves it out."""
     top_period: int = 16
     eta_max: float = 1.0
     error_clip: float = 1.0
@@ -49,17 +65,22 @@ class HopeConfig:
     """Largest Frobenius norm of the top level's fast weight, relative to 1 / rms(|E|)."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_head", "d_memory", "memory_period", "d_conv", "d_cms", "cms_rank"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.d_conv < 2:
-            raise ConfigError("d_conv is 1; the causal convolution needs a window of at least 2 tokens.")
+        for name, least in WHOLE.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {least}.")
+        for name in ("eta_max", "error_clip", "norm_eps", "norm_cap"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a positive number.")
+        if not -math.inf < self.log_alpha_min <= 0:
+            raise ConfigError(f"log_alpha_min is {self.log_alpha_min}; it must be at most 0.")
         if self.d_model % self.n_head:
-            raise ConfigError(f"d_model {self.d_model} is not a multiple of n_head {self.n_head}.")
+            raise ConfigError(f"d_model is {self.d_model}; it must be a multiple of n_head, {self.n_head}.")
         if not self.layers or any(p not in PROFILES for p in self.layers):
             raise ConfigError(f"layers is {self.layers}; give one or more of {', '.join(PROFILES)}.")
-        periods = (self.top_period, *self.cms_periods)
-        if any(p < 1 for p in periods) or any(b % a for a, b in itertools.pairwise(self.cms_periods)):
+        if any(type(p) is not int or p < 1 for p in self.cms_periods):
+            raise ConfigError(f"cms_periods is {self.cms_periods}; each must be a whole number of at least 1.")
+        if any(b % a for a, b in itertools.pairwise(self.cms_periods)):
             raise ConfigError(f"cms_periods is {self.cms_periods}; each must be a multiple of the one before.")
 
     @property
@@ -94,4 +115,6 @@ class HopeConfig:
                 fields[name] = tuple(fields[name])
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"The model configuration cannot be read ({error}). Use a newer fednl-runtime.") from error
+            raise ConfigError(
+                f"The model configuration cannot be read ({error}). Use a newer fednl-runtime."
+            ) from error

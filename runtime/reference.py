@@ -11,14 +11,17 @@ initial values, CMS levels learn a local L2 target, and the convolution follows 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from fednl_runtime.config import INPUTS, MEMORIES, HopeConfig
 from fednl_runtime.state import Array, MemoryState, Tensors, Tokens
 
 Parameters = Mapping[str, Array]
+Mask = npt.NDArray[np.bool_]
 ADAPT = np.ones((1, 2), np.float32)
 """Default scales: token memories and slow levels both learn."""
 
@@ -88,7 +91,7 @@ def inner_gradient(k: Array, v_hat: Array, w1: Array, w2: Array, c: HopeConfig) 
 
 def gates(layer: Parameters, eta_in: Array, alpha_in: Array, adapt: Array, c: HopeConfig) -> tuple[Array, Array]:
     """Step size eta and log retention, both `[B, H]`, from the gate vectors `[B, H, h]`."""
-    root = np.sqrt(c.d_head)
+    root = math.sqrt(c.d_head)
     eta = c.eta_max * sigmoid(root * np.sum(eta_in * layer["r_eta"], -1) + layer["b_eta"])
     x = root * np.sum(alpha_in * layer["r_alpha"], -1) + layer["b_alpha"]
     log_alpha = np.maximum(-np.logaddexp(0, -x), c.log_alpha_min)
@@ -105,7 +108,7 @@ def delta_mixer(u: Array, layer: Parameters, state: Tensors, adapt: Array, c: Ho
 
 
 def self_modifying_mixer(
-    u: Array, layer: Parameters, state: Tensors, adapt: Array, closing: Array, c: HopeConfig
+    u: Array, layer: Parameters, state: Tensors, adapt: Array, closing: Mask, c: HopeConfig
 ) -> tuple[Array, Tensors]:
     """Five self-modifying memories (Eqs. 83-91), layer-wise DGD, read after write.
 
@@ -133,36 +136,42 @@ def self_modifying_mixer(
     return y, {"w1_boundary": d1_boundary, "w2_boundary": d2_boundary, "w1": d1, "w2": d2}
 
 
-def mixer(x: Array, layer: Parameters, state: Tensors, adapt: Array, closing: Array, c: HopeConfig) -> tuple[Array, Tensors]:
+def mixer(
+    x: Array, layer: Parameters, state: Tensors, adapt: Array, closing: Mask, c: HopeConfig
+) -> tuple[Array, Tensors]:
     """The memory mixer of one block: x `[B, d]` -> what is added to the residual stream."""
     projected = rms_norm(x, layer["norm"], c.norm_eps) @ layer["w_in"].T
     u, z = np.split(projected, [len(INPUTS) * c.d_model], -1)
     window = np.concatenate([state["conv"], u[:, None]], 1)
-    u = np.einsum("btc,ct->bc", window, layer["conv"]).reshape(-1, len(INPUTS), c.n_head, c.d_head)
-    u = unit(u.swapaxes(0, 1), c.norm_eps)
+    heads = np.einsum("btc,ct->bc", window, layer["conv"]).reshape(-1, len(INPUTS), c.n_head, c.d_head)
+    inputs = unit(heads.swapaxes(0, 1), c.norm_eps)
     if "s" in state:
-        y, new = delta_mixer(u, layer, state, adapt, c)
+        y, new = delta_mixer(inputs, layer, state, adapt, c)
     else:
-        y, new = self_modifying_mixer(u, layer, state, adapt, closing, c)
+        y, new = self_modifying_mixer(inputs, layer, state, adapt, closing, c)
     y = rms_norm(y, layer["head_norm"], c.norm_eps).reshape(len(x), -1) * silu(z)
     return y @ layer["w_out"].T, {"conv": window[:, 1:], **new}
 
 
-def cms_close(layer: Parameters, state: Tensors, adapt: Array, closing: Array, c: HopeConfig) -> tuple[Array, Array, Array]:
+def cms_close(
+    layer: Parameters, state: Tensors, adapt: Array, closing: Mask, c: HopeConfig
+) -> tuple[Array, Array, Array]:
     """(F, A, G) after the levels marked in `closing [B, k]` took their step; a frozen level pauses.
 
     F <- lambda F + (eps / C)(A - G F), A = G = 0: the exact gradient of the chunk's local L2 loss.
     """
     f, a, g = state["cms_f"], state["cms_a"], state["cms_g"]
     slow = adapt[:, 1][:, None, None, None]
-    eps = (sigmoid(layer["cms_step"]) / np.array(c.cms_periods))[:, None, None]
+    eps = (sigmoid(layer["cms_step"]) / np.array(c.cms_periods, f.dtype))[:, None, None]
     decay = sigmoid(layer["cms_decay"])[:, None, None]
     now = closing[:, :, None, None] & (slow > 0)
     stepped = f + slow * (decay - 1) * f + eps * (a - g @ f)
     return np.where(now, stepped, f), np.where(now, 0, a), np.where(now, 0, g)
 
 
-def cms(x: Array, layer: Parameters, state: Tensors, adapt: Array, closing: Array, c: HopeConfig) -> tuple[Array, Tensors]:
+def cms(
+    x: Array, layer: Parameters, state: Tensors, adapt: Array, closing: Mask, c: HopeConfig
+) -> tuple[Array, Tensors]:
     """The Continuum Memory System of one block, fastest level first: x `[B, d]` -> x `[B, d]`."""
     f, a, g = cms_close(layer, state, adapt, closing, c)
     a, g = a.copy(), g.copy()
@@ -176,7 +185,7 @@ def cms(x: Array, layer: Parameters, state: Tensors, adapt: Array, closing: Arra
     return x, {"cms_f": f, "cms_a": a, "cms_g": g}
 
 
-def top_close(params: Parameters, state: Tensors, tokens: Tokens, adapt: Array, closing: Array, c: HopeConfig) -> Array:
+def top_close(params: Parameters, state: Tensors, tokens: Tokens, adapt: Array, closing: Mask, c: HopeConfig) -> Array:
     """F after the pending chunk's exact next-token gradient; `tokens [B]` is the last target.
 
     F <- lambda F - eps / rms(|E|)^2 * sum_t p_t g_t^T, g = E^T (softmax(E h') - onehot(y)), |F| bounded.
@@ -187,16 +196,18 @@ def top_close(params: Parameters, state: Tensors, tokens: Tokens, adapt: Array, 
     error = softmax(h @ embedding.T)
     np.put_along_axis(error, targets[..., None], np.take_along_axis(error, targets[..., None], -1) - 1, -1)
     g = error @ embedding
-    power = np.sum(embedding.astype(np.float64) ** 2) / len(embedding)
+    power = float(np.sum(embedding.astype(np.float64) ** 2)) / len(embedding)
     eps = 2 * sigmoid(params["top.step"]) / power
     slow = adapt[:, 1][:, None, None]
     stepped = f + slow * (sigmoid(params["top.decay"]) - 1) * f - eps * (p.swapaxes(1, 2) @ g)
     norm = np.sqrt(np.sum(stepped**2, (1, 2), keepdims=True) + 1e-12)
-    stepped = stepped * np.minimum(1, c.norm_cap / np.sqrt(power) / norm)
-    return np.where(closing[:, None, None] & (slow > 0), stepped, f).astype(f.dtype)
+    stepped = stepped * np.minimum(1, c.norm_cap / math.sqrt(power) / norm)
+    return np.where(closing[:, None, None] & (slow > 0), stepped, f)
 
 
-def top(h: Array, params: Parameters, state: Tensors, tokens: Tokens, adapt: Array, closing: Array, c: HopeConfig) -> tuple[Array, Tensors]:
+def top(
+    h: Array, params: Parameters, state: Tensors, tokens: Tokens, adapt: Array, closing: Mask, c: HopeConfig
+) -> tuple[Array, Tensors]:
     """The top level: h' = h + F p, p = n(P h), from the normalised final state h `[B, d]`."""
     f = top_close(params, state, tokens, adapt, closing, c)
     p = unit(h @ params["top.p"].T, c.norm_eps)
@@ -211,13 +222,15 @@ def layer_items(items: Mapping[str, Array], prefix: str) -> Tensors:
     return {name.removeprefix(prefix): value for name, value in items.items() if name.startswith(prefix)}
 
 
-def step(params: Parameters, c: HopeConfig, tokens: Tokens, state: MemoryState, adapt: Array = ADAPT) -> tuple[Array, MemoryState]:
+def step(
+    params: Parameters, c: HopeConfig, tokens: Tokens, state: MemoryState, adapt: Array = ADAPT
+) -> tuple[Array, MemoryState]:
     """One token for each row: tokens `[B]`, adapt `[B, 2]` -> logits `[B, V]` and the next state.
 
     `adapt[:, 0]` scales the updates of the token memories, `adapt[:, 1]` those of the slow levels
     (CMS and top); at 0 the fast weights concerned stay bit-identical.
     """
-    adapt = np.broadcast_to(adapt, (len(tokens), 2))
+    adapt = np.broadcast_to(adapt, (len(tokens), 2)).astype(params["embedding"].dtype)
     position = state.position
     cms_closing = position[:, None] % np.array(c.cms_periods, np.int64) == 0
     x = params["embedding"][tokens]
@@ -238,7 +251,9 @@ def step(params: Parameters, c: HopeConfig, tokens: Tokens, state: MemoryState, 
     return h @ params["embedding"].T, MemoryState({name: new[name] for name in state.tensors}, position + 1)
 
 
-def run(params: Parameters, c: HopeConfig, tokens: Tokens, state: MemoryState, adapt: Array = ADAPT) -> tuple[Array, MemoryState]:
+def run(
+    params: Parameters, c: HopeConfig, tokens: Tokens, state: MemoryState, adapt: Array = ADAPT
+) -> tuple[Array, MemoryState]:
     """`step` over tokens `[B, T]`: logits `[B, T, V]` and the last state."""
     logits = []
     for t in range(tokens.shape[1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 
@@ -60,10 +61,8 @@ def test_json_that_is_no_config_is_a_config_error(text):
 @given(st.sampled_from(FIELDS), ANY_JSON)
 def test_any_json_value_in_any_field_loads_or_is_a_config_error(name, value):
     text = json.dumps(json.loads(TINY.to_json()) | {name: value})
-    try:
+    with contextlib.suppress(ConfigError):
         assert HopeConfig.from_json(text).n_layer >= 1
-    except ConfigError:
-        pass
 
 
 def test_derived_widths_follow_from_the_fields():

@@ -1,0 +1,126 @@
+"""Every command in the README and the docs exists, and the cheap ones run."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fednl_runtime.config import HopeConfig
+from fednl_runtime.state import state_bytes
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CHEAP = (["fednl-runtime", "--version"], ["fednl-runtime", "--help"], ["fednl-runtime", "info"])
+SERVER = "http://127.0.0.1:8000"
+
+
+def commands() -> list[str]:
+    """Each command of each `sh` block, continuation lines joined, `a && b` split."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [part.strip() for line in lines if line.strip() for part in line.split(" && ")]
+    return list(dict.fromkeys(found))
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command without the variables set in front of it."""
+    words = shlex.split(command, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        del words[0]
+    return words
+
+
+def calls_of(program: str) -> list[list[str]]:
+    return [words for command in commands() if (words := words_of(command)) and words[0] == program]
+
+
+def text_id(value: object) -> str:
+    return shlex.join(value) if isinstance(value, list) else str(value)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The console script next to this interpreter."""
+    program = Path(sys.executable).with_name("fednl-runtime")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@functools.cache
+def help_of(*path: str) -> str:
+    result = run(*path, "--help")
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_only_known_programs_are_documented():
+    known = {"pip", "pytest", "mypy", "fednl-runtime", "curl", "docker", ".ci/run"}
+    assert {words[0] for command in commands() if (words := words_of(command))} <= known
+
+
+@pytest.mark.parametrize("words", calls_of("fednl-runtime"), ids=text_id)
+def test_a_documented_subcommand_has_help_that_names_its_options(words):
+    options = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
+    path = words[1:2] if not words[1].startswith("-") else []
+    text = help_of(*path)
+    assert [option for option in options if option not in text] == []
+
+
+@pytest.mark.parametrize("words", [words for words in calls_of("fednl-runtime") if words in CHEAP], ids=text_id)
+def test_a_cheap_command_runs(words):
+    result = run(*words[1:])
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("words", calls_of("curl"), ids=text_id)
+def test_a_curl_example_names_this_server_and_sends_json(words):
+    assert [word for word in words if word.startswith("http") and not word.startswith(f"{SERVER}/")] == []
+    for option, value in itertools.pairwise(words):
+        if option == "-d" and not value.startswith("@"):
+            assert isinstance(json.loads(value), dict)
+
+
+@pytest.mark.parametrize("words", calls_of("pip"), ids=text_id)
+def test_a_pip_line_installs_this_project_with_extras_it_has(words):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    target = re.fullmatch(r"(?:\.|fednl-runtime)(?:\[(.*)])?", words[-1])
+    assert target, f"{words[-1]} is not this project"
+    assert set((target[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
+
+
+def test_the_image_is_documented_with_the_port_it_exposes():
+    port = re.findall(r"^EXPOSE (\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    ports = [value for words in calls_of("docker") for flag, value in itertools.pairwise(words) if flag == "-p"]
+    assert ports == [f"{port[0]}:{port[0]}"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_files_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_ci_script_is_there_to_be_run():
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_the_memory_table_holds_the_bytes_of_the_default_shape():
+    config = HopeConfig(vocab_size=4096)
+    cache = 2 * 4 * config.n_layer * config.d_model  # a key and a value of fp32 per layer
+    rows = re.findall(
+        r"^\| ([\d,]+) \| ([\d,]+) bytes \| ([\d,]+) bytes \|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) == 3
+    for row in rows:
+        tokens, session, baseline = (int(number.replace(",", "")) for number in row)
+        assert (session, baseline) == (state_bytes(config), tokens * cache)
+    assert f"first {state_bytes(config) // cache} tokens" in (ROOT / "README.md").read_text()

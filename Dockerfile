@@ -13,8 +13,6 @@ FROM python:3.11-slim
 WORKDIR /srv
 COPY --from=build /src/dist dist/
 RUN pip install --no-cache-dir dist/*.whl && rm -r dist
-RUN mkdir -m 1777 data
-VOLUME /srv/data
 USER 10001:10001
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \

@@ -27,7 +27,6 @@ class Stage:
     root: Path
     workdir: str = "/"
     user: str = "root"
-    env: dict[str, str] = field(default_factory=dict)
     healthcheck: list[str] = field(default_factory=list)
     entrypoint: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
@@ -43,8 +42,7 @@ class Stage:
 
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("PIP_")}
-        own = {k: str(self.path(v)) if v.startswith("/") else v for k, v in self.env.items()}
-        return kept | own | {"PATH": f"{self.root}/venv/bin:/usr/bin:/bin"}
+        return kept | {"PATH": f"{self.root}/venv/bin:/usr/bin:/bin"}
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -98,8 +96,6 @@ def build(dockerfile: Path, folder: Path) -> Stage:
                 subprocess.run(
                     step, cwd=stage.path("."), env=stage.environment(), check=True, stdout=subprocess.DEVNULL
                 )
-            case "ENV":
-                stage.env |= dict(word.split("=", 1) for word in shlex.split(arguments))
             case "USER":
                 stage.user = arguments
             case "EXPOSE":
@@ -110,9 +106,6 @@ def build(dockerfile: Path, folder: Path) -> Stage:
                 stage.entrypoint = json.loads(arguments)
             case "CMD":
                 stage.command = json.loads(arguments)
-            case "VOLUME":
-                if not stage.path(arguments).is_dir():
-                    raise SystemExit(f"VOLUME {arguments}: no step made this folder.")
             case _:
                 raise SystemExit(f"{name}: not known to this script; teach it before using it.")
     return stage

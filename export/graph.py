@@ -1,0 +1,139 @@
+"""A Hope model as one ONNX file, built from operators: no tracing, any number of tokens."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, TensorProto, helper, save_model
+
+from fednl_runtime.config import MEMORIES, HopeConfig
+from fednl_runtime.export import blocks
+from fednl_runtime.export.boundary import close_chunks, slow_names
+from fednl_runtime.export.ops import MICROSOFT, Ops, typed
+from fednl_runtime.export.weights import Weights, fingerprint, stored
+from fednl_runtime.state import state_shapes
+
+FORMAT = 1
+"""Version of the layout of the file; a runtime refuses a higher one."""
+
+OPSET, IR = 23, 11
+MIN_ONNXRUNTIME = "1.32.0"
+Params = Mapping[str, npt.NDArray[np.floating]]
+
+
+def export_model(
+    params: Params,
+    config: HopeConfig,
+    tokenizer_json: str,
+    path: str | Path,
+    portable: bool = False,
+    name: str = "hope",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write `params` (named as in `reference.step`) as one self-contained model file.
+
+    `portable` uses standard ONNX operators only, which is slower. `metadata` is kept beside our own.
+    """
+    model = build_model(params, config, portable)
+    own = {"fednl.name": name, "fednl.tokenizer": tokenizer_json, **describe(params, config, portable, model)}
+    helper.set_model_props(model, {**(metadata or {}), **own})
+    save_model(model, path)
+
+
+def segment_length(c: HopeConfig) -> int:
+    """Tokens between the multiples of position that no call may cross."""
+    periods = list(c.cms_periods)
+    periods += [c.top_period] * bool(c.top_rank) + [c.memory_period] * ("self_modifying" in c.layers)
+    return math.gcd(*periods) or c.memory_period
+
+
+def describe(params: Params, c: HopeConfig, portable: bool, model: ModelProto) -> dict[str, str]:
+    """What the runtime needs to know of a file, as its metadata."""
+    operators = collections.Counter(node.op_type for node in model.graph.node)
+    rules = {n: v.shape for n, v in stored(params).items() if n.startswith("rule.")}
+    return {
+        "fednl.format": str(FORMAT),
+        "fednl.config": c.to_json(),
+        "fednl.state": json.dumps(state_shapes(c)),
+        "fednl.in_place": json.dumps(slow_names(c)),
+        "fednl.rules": json.dumps(rules),
+        "fednl.segment": str(segment_length(c)),
+        "fednl.parameters": str(sum(int(np.size(v)) for v in params.values())),
+        "fednl.operators": json.dumps(operators),
+        "fednl.portable": json.dumps(portable),
+        "fednl.min_onnxruntime": MIN_ONNXRUNTIME,
+        "fednl.fingerprint": fingerprint(params, c),
+    }
+
+
+def build_model(params: Params, c: HopeConfig, portable: bool = False) -> ModelProto:
+    """The graph of one call: input_ids `[B, T]`, state and rules in; logits `[B, T, V]` and state out."""
+    ops = Ops(portable)
+    weights = stored(params)
+    add_weights(ops, c, weights)
+    embedding = np.asarray(params["embedding"], np.float64)
+    power = float(np.sum(embedding**2)) / len(embedding)
+    close_chunks(ops, c, segment_length(c), power, "embedding:f32")
+    add_layers(ops, c)
+    state = state_shapes(c)
+    rules = [n for n in weights if n.startswith("rule.")]
+    graph = helper.make_graph(
+        ops.nodes,
+        "hope",
+        [
+            typed("input_ids", ("B", "T"), TensorProto.INT64),
+            typed("position", ("B",), TensorProto.INT64),
+            typed("adapt", ("B", 2)),
+            *(typed(f"past.{n}", ("B", *shape)) for n, shape in state.items()),
+            *(typed(n, weights[n].shape) for n in rules),
+        ],
+        [
+            typed("logits", ("B", "T", c.vocab_size)),
+            *(typed(f"present.{n}", ("B", *shape)) for n, shape in state.items()),
+        ],
+        initializer=list(ops.initializers.values()),
+    )
+    opsets = [helper.make_opsetid("", OPSET)] + [helper.make_opsetid(MICROSOFT, 1)] * (not portable)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=IR, producer_name="fednl-runtime")
+
+
+def add_weights(ops: Ops, c: HopeConfig, weights: Weights) -> None:
+    """Store every weight; the value that nodes read is `{name}:f32`, a rule's is its own name."""
+    for name, value in weights.items():
+        ops.weight(name, value, rule=name.startswith("rule."))
+    for i, profile in enumerate(c.layers):
+        for name in ("w1", "w2") if profile == "self_modifying" else ():
+            split_memories(ops, c, f"layers.{i}.{name}_init", weights[f"layers.{i}.{name}_init"].shape[1:])
+
+
+def split_memories(ops: Ops, c: HopeConfig, name: str, shape: tuple[int, ...]) -> None:
+    """Views of stacked initial weights: `:heads [5, H, K, V]`, and `:mem [H, K, V]` of the last memory."""
+    full = (len(MEMORIES), c.n_head, *shape)
+    stacked = ops("Reshape", f"{name}:f32", ops.ints(*full), out=f"{name}:heads")
+    ops("Gather", stacked, ops.const(len(MEMORIES) - 1, np.int64), axis=0, out=f"{name}:mem")
+
+
+def add_layers(ops: Ops, c: HopeConfig) -> None:
+    """All nodes from the tokens to the logits."""
+    call = blocks.prepare(ops, c)
+    x, added = ops("Gather", "embedding:f32", "input_ids"), ""
+    for i in range(c.n_layer):
+        normed, x = add_norm(ops, c, x, added, f"layers.{i}.norm:f32")
+        added = blocks.mixer(ops, c, call, i, normed)
+        if c.n_cms:
+            x, added = blocks.cms(ops, c, call, i, x, added)
+    h, _ = add_norm(ops, c, x, added, "norm:f32")
+    if c.top_rank:
+        h = blocks.top(ops, c, call, h)
+    ops.product(h, "embedding:f32", 2, trans_y=True, out="logits")
+
+
+def add_norm(ops: Ops, c: HopeConfig, x: str, added: str, gain: str) -> tuple[str, str]:
+    """RMSNorm of x plus what is still to be added, and that sum."""
+    return ops.add_rms(x, added, gain, c.norm_eps) if added else (ops.rms(x, gain, c.norm_eps), x)

@@ -1,0 +1,182 @@
+"""The model on onnxruntime: a file as a backend, its sessions' buffers as streams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from fednl_runtime.errors import ModelFileError, StateError
+from fednl_runtime.model_file import ModelFile, Tensor, parse_model
+from fednl_runtime.state import Array, MemoryState, Tensors, Tokens, check_state
+
+CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+def default_threads() -> int:
+    """Cores this process may use: its CPU affinity, and its container's quota rounded down."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CGROUP_QUOTA.read_text().split()
+        cores = min(cores, int(quota) // int(period))
+    except (OSError, ValueError):  # no cgroup v2 here, or "max": no quota
+        pass
+    return max(1, cores)
+
+
+def session_options(threads: int | None) -> ort.SessionOptions:
+    """Options of a session that shares its machine: no spinning, no subnormals, all fusions."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or default_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    return options
+
+
+def load(path: str | Path, threads: int | None = None) -> OnnxBackend:
+    """Load a model file; `threads` defaults to the cores this process may use.
+
+    Raises:
+        ModelFileError: missing, damaged, not one of our models, or made for a newer runtime.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ModelFileError(f"There is no model file {path}. Check the path, or make one with `fednl-runtime export`.")
+    try:
+        session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise ModelFileError(f"{path}: {_reason(str(error))}") from error
+    try:
+        return OnnxBackend(session)
+    except ModelFileError as error:
+        raise ModelFileError(f"{path}: {error}") from error
+
+
+def _reason(message: str) -> str:
+    """onnxruntime's message in plain words."""
+    if "is not a registered function/op" in message or "No Op registered" in message or "Could not find an impl" in message:
+        return "the model uses an operator that this onnxruntime lacks. Upgrade it, or export with --portable."
+    if "Unsupported model IR version" in message or "opset" in message.lower():
+        return "the model was made for a newer onnxruntime. Upgrade it with `pip install -U onnxruntime`."
+    if "Protobuf parsing failed" in message or "InvalidProtobuf" in message or "ModelProto does not have a graph" in message:
+        return "this is not an ONNX file, or it is cut short. Download or export it again."
+    return f"onnxruntime cannot load it ({message.splitlines()[0][:200]}). Download or export it again."
+
+
+def _tensors(args: list[ort.NodeArg]) -> dict[str, Tensor]:
+    return {arg.name: (arg.type, tuple(arg.shape)) for arg in args}
+
+
+class OnnxBackend:
+    """A loaded model: immutable, shared by all streams."""
+
+    def __init__(self, session: ort.InferenceSession, rules: Tensors | None = None) -> None:
+        """Wrap a session; `rules` replace the stored ones of the same name. Raises ModelFileError."""
+        inputs = _tensors([*session.get_inputs(), *session.get_overridable_initializers()])
+        self.model: ModelFile = parse_model(
+            session.get_modelmeta().custom_metadata_map, inputs, _tensors(session.get_outputs())
+        )
+        self.config = self.model.config
+        self.segment = self.model.segment
+        self.tokenizer_json = self.model.tokenizer_json
+        self.fingerprint = self.model.fingerprint
+        self._session = session
+        self._rules = rules or {}
+
+    def with_rules(self, rules: Mapping[str, Array]) -> OnnxBackend:
+        """The same loaded model with some rules replaced, by name `rule.*`; streams already open keep theirs.
+
+        Raises:
+            ModelFileError: a name or shape is not one of this model's rules, or a number is not finite.
+        """
+        for name, value in rules.items():
+            if self.model.rules.get(name) != np.shape(value):
+                shape = self.model.rules.get(name, "no such rule")
+                raise ModelFileError(f"{name} is {np.shape(value)}; this model has {shape}. The rules are another model's.")
+            if not np.isfinite(value).all():
+                raise ModelFileError(f"{name} holds numbers that are not finite. Discard this set of rules.")
+        own = {name: np.array(value, np.float32, order="C") for name, value in rules.items()}
+        return OnnxBackend(self._session, {**self._rules, **own})
+
+    def open(self, state: MemoryState) -> OnnxStream:
+        """A stream that continues from `state`; the state itself is left alone. Raises StateError."""
+        check_state(state.tensors, self.model.state)
+        if any(len(t) != len(state.position) for t in state.tensors.values()):
+            raise StateError("The rows of the state's tensors and positions differ in number.")
+        return OnnxStream(self._session, self.model, state, self._rules)
+
+
+class OnnxStream:
+    """A running batch of sessions: two sets of state buffers, written in turn; one owner, one thread."""
+
+    def __init__(self, session: ort.InferenceSession, model: ModelFile, state: MemoryState, rules: Tensors) -> None:
+        self._session, self._model, self._rules = session, model, rules
+        batch = len(state.position)
+        first = {n: np.array(t, np.float32, order="C") for n, t in state.tensors.items()}
+        second = {n: t if n in model.in_place else np.empty_like(t) for n, t in first.items()}
+        self._states = (first, second)
+        self._turn = 0
+        self._position = np.array(state.position, np.int64)
+        self._adapt = np.ones((batch, 2), np.float32)
+        self._tokens = np.zeros(batch * model.segment, np.int64)
+        self._logits = np.zeros(batch * model.segment * model.config.vocab_size, np.float32)
+        self._views: dict[int, tuple[Tokens, Array]] = {}
+        self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
+
+    def feed(self, tokens: Tokens, adapt: Array) -> Array:
+        """Read tokens `[B, T]` with adapt scales `[B, 2]`; return logits `[B, T, V]`, a view until the next call."""
+        length = tokens.shape[1]
+        assert 0 < length <= self._model.segment - int((self._position % self._model.segment).max())
+        ids, logits = self._buffers(length)
+        np.copyto(ids, tokens)
+        np.copyto(self._adapt, adapt)
+        self._session.run_with_iobinding(self._binding(length))
+        self._turn ^= 1
+        self._position += length
+        return logits
+
+    def snapshot(self) -> MemoryState:
+        """An owning copy of the state after the last `feed`."""
+        return MemoryState(self._states[self._turn], self._position).copy()
+
+    def _buffers(self, length: int) -> tuple[Tokens, Array]:
+        """The token and logits buffers of a call of `length` tokens."""
+        if length not in self._views:
+            batch, vocabulary = len(self._position), self._model.config.vocab_size
+            ids = self._tokens[: batch * length].reshape(batch, length)
+            logits = self._logits[: batch * length * vocabulary].reshape(batch, length, vocabulary)
+            self._views[length] = ids, logits
+        return self._views[length]
+
+    def _binding(self, length: int) -> ort.IOBinding:
+        """The inputs and outputs of a call of `length` tokens that reads the current set of buffers."""
+        key = (length, self._turn)
+        if key not in self._bindings:
+            past, present = self._states[self._turn], self._states[self._turn ^ 1]
+            ids, logits = self._buffers(length)
+            inputs: Mapping[str, Array | Tokens] = {
+                "input_ids": ids,
+                "position": self._position,
+                "adapt": self._adapt,
+                **{f"past.{n}": t for n, t in past.items()},
+                **self._rules,
+            }
+            outputs = {"logits": logits, **{f"present.{n}": t for n, t in present.items()}}
+            self._bindings[key] = bound(self._session, inputs, outputs)
+        return self._bindings[key]
+
+
+def bound(session: ort.InferenceSession, inputs: Mapping[str, Array | Tokens], outputs: Mapping[str, Array]) -> ort.IOBinding:
+    """A binding to buffers in place, which must outlive it: no call allocates or copies them."""
+    binding = session.io_binding()
+    for name, array in inputs.items():
+        binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+    for name, array in outputs.items():
+        binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+    return binding

@@ -37,8 +37,16 @@ class SessionBusyError(FednlError):
     """Another turn is writing to the session."""
 
 
+class SessionLimitError(FednlError):
+    """No further session fits into the memory set aside for sessions."""
+
+
 class QueueFullError(FednlError):
     """More turns wait than the server accepts."""
+
+
+class ShuttingDownError(FednlError):
+    """The engine takes no more turns, or rolled one back because it stops."""
 
 
 class MemoryBreachError(FednlError):

@@ -1,0 +1,213 @@
+"""One turn: read the prompt, answer token by token, end with the memory that would follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from fednl_runtime.backend import Backend, segments
+from fednl_runtime.errors import MemoryBreachError
+from fednl_runtime.guard import NormCaps, check_memory, update_norm
+from fednl_runtime.sampling import SamplingParams, log_softmax, sample, top_logprobs
+from fednl_runtime.session import Session
+from fednl_runtime.state import Array
+from fednl_runtime.text import TextStream, unfinished
+from fednl_runtime.tokenizer import Tokenizer
+
+LEARN = np.array([[1, 1]], np.float32)
+READ_ONLY = np.array([[1, 0]], np.float32)
+"""Adapt scales `[1, 2]`: a read-only turn keeps its token memories going and leaves the slow levels alone."""
+
+Alternatives: TypeAlias = tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnRequest:
+    """What a turn reads and how it answers.
+
+    With `learn` false, or without a session, the memory is a scratch copy that nobody keeps.
+    `score_prompt` asks for alternatives to the prompt's tokens too, as many as `params.logprobs`.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    session_id: str | None = None
+    learn: bool = True
+    score_prompt: bool = False
+    choice: int = 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether the turn means to commit a new version of a session."""
+        return self.learn and self.session_id is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptEvent:
+    """A piece of the prompt was read; log-probabilities in nats, None where nothing came before."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    top: tuple[Alternatives, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenEvent:
+    """A token was chosen.
+
+    `text` is what has become certain to belong to the answer and may be empty or of several tokens;
+    `offset` counts the characters decoded before the token. The last token has a `finish_reason`.
+    """
+
+    token: int
+    text: str
+    offset: int
+    logprob: float | None = None
+    top: Alternatives = ()
+    finish_reason: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnReport:
+    """What a turn did, told once it was committed or thrown away.
+
+    `tokens_seen` of a committed turn has grown by prompt_tokens + completion_tokens: every token is
+    read, the one that ended the answer included. `surprise` is the mean of -log p over the
+    prompt's tokens in nats, None if none had a prediction; `update_norm` is the Frobenius norm of
+    the change of the slow memories, also of a turn that was thrown away.
+    """
+
+    session_id: str | None
+    version: int
+    tokens_seen: int
+    learned: bool
+    update_norm: float
+    surprise: float | None
+    state_bytes: int
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A turn that came to its end: the version it started from, the one that would follow, the report."""
+
+    base: Session
+    after: Session
+    report: TurnReport
+
+
+class Reader:
+    """A stream with the logits it ended on: reads tokens and says how likely each was."""
+
+    def __init__(self, backend: Backend, base: Session, adapt: Array) -> None:
+        self._stream = backend.open(base.state)
+        self._adapt = adapt
+        self.logits = base.logits
+
+    def read(self, tokens: Sequence[int]) -> Array:
+        """Read tokens `[T]` within one segment; return the logits `[T or T-1, V]` that predicted the last of them."""
+        logits = self._stream.feed(np.array([tokens], np.int64), self._adapt)[0]
+        if not np.isfinite(logits).all():
+            raise MemoryBreachError("The model's output is not finite; the turn was discarded.")
+        before = [] if self.logits is None else [self.logits[None]]
+        predicted = np.concatenate([*before, logits[:-1]])
+        self.logits = logits[-1].copy()
+        return predicted
+
+    def snapshot(self, base: Session, tail: bytes) -> Session:
+        """The version that follows `base` after what was read."""
+        return Session(base.id, self._stream.snapshot(), base.version + 1, self.logits, tail)
+
+
+def run_turn(
+    backend: Backend, tokenizer: Tokenizer, base: Session, request: TurnRequest, caps: NormCaps
+) -> Generator[PromptEvent | TokenEvent, None, Outcome]:
+    """Run a turn on a scratch copy of `base`, with at most one call of the model between two events.
+
+    Raises:
+        MemoryBreachError: the memory it would leave is not fit to keep.
+    """
+    reader = Reader(backend, base, LEARN if request.learn else READ_ONLY)
+    prompt = request.prompt or (() if base.logits is not None else (tokenizer.end_of_text,))
+    surprise: list[float] = []
+    for part in segments(base.tokens_seen, len(prompt), backend.segment):
+        event = prompt_event(prompt[part], reader.read(prompt[part]), request)
+        surprise += [-p for p in event.logprobs if p is not None]
+        yield event
+    tail = unfinished(base.tail + tokenizer.decode_bytes(prompt))
+    answer, finish_reason = yield from generate(reader, tokenizer, prompt, request, tail)
+    tail = unfinished(tail + tokenizer.decode_bytes(answer))
+    after = reader.snapshot(base, tail)
+    check_memory(after.state, caps)
+    kept = after if request.writes else base
+    return Outcome(
+        base,
+        after,
+        TurnReport(
+            session_id=base.id,
+            version=kept.version,
+            tokens_seen=kept.tokens_seen,
+            learned=request.writes,
+            update_norm=update_norm(base.state, after.state),
+            surprise=float(np.mean(surprise)) if surprise else None,
+            state_bytes=after.state.nbytes,
+            prompt_tokens=len(prompt),
+            completion_tokens=len(answer),
+            finish_reason=finish_reason,
+        ),
+    )
+
+
+def prompt_event(tokens: tuple[int, ...], logits: Array, request: TurnRequest) -> PromptEvent:
+    """The event of a piece of the prompt, from the logits `[T or T-1, V]` that predicted its tokens."""
+    rows = log_softmax(logits) if len(logits) else logits
+    known = len(rows)
+    scored = rows[np.arange(known), np.array(tokens[len(tokens) - known :], np.int64)]
+    unknown = len(tokens) - known
+    top: tuple[Alternatives, ...] = ()
+    if request.score_prompt:
+        top = ((),) * unknown + tuple(top_logprobs(row, request.params.logprobs or 0) for row in rows)
+    return PromptEvent(tokens, (None,) * unknown + tuple(map(float, scored)), top)
+
+
+def generate(
+    reader: Reader, tokenizer: Tokenizer, prompt: tuple[int, ...], request: TurnRequest, tail: bytes
+) -> Generator[TokenEvent, None, tuple[list[int], str]]:
+    """Choose and read up to max_tokens tokens; return them and why the answer ended."""
+    params, rng = request.params, request.params.rng(request.choice)
+    text = TextStream(params.stop, tail)
+    seen, answer = set(prompt), list[int]()
+    finish_reason = None
+    while finish_reason is None and len(answer) < params.max_tokens:
+        assert reader.logits is not None, "a prompt is never empty before the first token"
+        token = sample(reader.logits, params, rng, seen)
+        seen.add(token)
+        answer.append(token)
+        event = token_event(token, text, tokenizer, reader.logits, params, len(answer) == params.max_tokens)
+        finish_reason = event.finish_reason
+        yield event
+        reader.read([token])
+    return answer, finish_reason or "length"
+
+
+def token_event(
+    token: int, text: TextStream, tokenizer: Tokenizer, logits: Array, params: SamplingParams, last: bool
+) -> TokenEvent:
+    """The event of a token chosen from `logits` [V]; pushes its bytes into `text`."""
+    offset = text.decoded
+    piece = text.push(tokenizer.token_bytes(token))
+    finish_reason = None
+    if token == tokenizer.end_of_text or last:
+        piece += text.finish()
+        finish_reason = "length"
+    if token == tokenizer.end_of_text or text.stopped:
+        finish_reason = "stop"
+    if params.logprobs is None:
+        return TokenEvent(token, piece, offset, finish_reason=finish_reason)
+    row = log_softmax(logits)
+    return TokenEvent(token, piece, offset, float(row[token]), top_logprobs(row, params.logprobs), finish_reason)

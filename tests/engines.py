@@ -1,0 +1,87 @@
+"""A tiny byte-level tokenizer and a NumPy backend, so that the engine runs without a model file."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import tokenizers
+from models import TINY, random_params
+from tokenizers import models, pre_tokenizers
+
+from fednl_runtime.config import HopeConfig
+from fednl_runtime.engine import Engine, EngineLimits
+from fednl_runtime.reference import Parameters, run
+from fednl_runtime.state import Array, MemoryState, Tokens
+from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer
+
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("â", "Ĥ"), ("l", "l"), ("ll", "o")]
+
+
+def tiny_tokenizer_json() -> str:
+    """256 bytes, a few merges (one of them two thirds of a euro sign) and the special token."""
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for a, b in MERGES:
+        vocab[a + b] = len(vocab)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer.to_str()
+
+
+TOKENIZER = Tokenizer(tiny_tokenizer_json())
+CONFIG = dataclasses.replace(TINY, vocab_size=TOKENIZER.vocab_size)
+
+
+class NumpyStream:
+    """A stream over the reference, which refuses calls that cross a segment and poisons old logits."""
+
+    def __init__(self, backend: NumpyBackend, state: MemoryState) -> None:
+        self._backend, self._state = backend, state.copy()
+        self._last: Array | None = None
+
+    def feed(self, tokens: Tokens, adapt: Array) -> Array:
+        """Read tokens `[B, T]`."""
+        backend, start = self._backend, self._state.position
+        assert ((start % backend.segment) + tokens.shape[1] <= backend.segment).all(), "a call crossed a segment"
+        backend.calls.append((int(start[0]), tokens.shape[1]))
+        time.sleep(backend.delay_s)
+        if backend.fail_at is not None and int(start[0]) <= backend.fail_at < int(start[0]) + tokens.shape[1]:
+            raise RuntimeError("the backend broke")
+        if self._last is not None:
+            self._last.fill(np.nan)
+        logits, self._state = run(backend.params, backend.config, tokens, self._state, adapt)
+        self._last = logits.astype(np.float32)
+        return self._last
+
+    def snapshot(self) -> MemoryState:
+        """An owning copy of the state."""
+        return self._state.copy()
+
+
+class NumpyBackend:
+    """The reference as a backend; records the calls it gets and breaks where it is told to."""
+
+    def __init__(self, config: HopeConfig = CONFIG, segment: int = 7, seed: int = 0) -> None:
+        self.config, self.segment = config, segment
+        self.params: Parameters = {n: p.astype(np.float32) for n, p in random_params(config, seed).items()}
+        self.calls: list[tuple[int, int]] = []
+        self.fail_at: int | None = None
+        self.delay_s = 0.0
+
+    def open(self, state: MemoryState) -> NumpyStream:
+        """A stream that continues from `state`."""
+        return NumpyStream(self, state)
+
+
+@contextmanager
+def running_engine(limits: EngineLimits | None = None, segment: int = 7) -> Iterator[Engine]:
+    """An engine on the tiny backend, shut down at the end."""
+    engine = Engine(NumpyBackend(segment=segment), TOKENIZER, limits)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()

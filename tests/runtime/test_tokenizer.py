@@ -1,0 +1,63 @@
+"""Laws of the tokenizer: exact bytes both ways, and no special token out of text."""
+
+from __future__ import annotations
+
+import pytest
+import tokenizers
+from engines import TOKENIZER, tiny_tokenizer_json
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import models
+
+from fednl_runtime.errors import ModelFileError
+from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+@given(TEXT)
+def test_tokens_of_a_text_decode_to_its_exact_bytes(text: str) -> None:
+    assert TOKENIZER.decode_bytes(TOKENIZER.encode(text)) == text.encode()
+
+
+@given(TEXT, TEXT)
+def test_text_never_becomes_a_special_token(before: str, after: str) -> None:
+    text = before + END_OF_TEXT + after
+    tokens = TOKENIZER.encode(text)
+    assert TOKENIZER.end_of_text not in tokens
+    assert TOKENIZER.decode(tokens) == text
+
+
+def test_every_byte_is_some_token() -> None:
+    singles = {TOKENIZER.token_bytes(t) for t in range(TOKENIZER.vocab_size) if len(TOKENIZER.token_bytes(t)) == 1}
+    assert singles == {bytes([b]) for b in range(256)}
+
+
+def test_the_special_token_and_unused_ids_have_no_bytes() -> None:
+    assert TOKENIZER.token_bytes(TOKENIZER.end_of_text) == b""
+    assert TOKENIZER.token_bytes(TOKENIZER.vocab_size + 5) == b""
+
+
+def test_a_tokenizer_that_is_not_json_is_refused() -> None:
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        Tokenizer("{")
+
+
+def test_a_tokenizer_without_the_special_token_is_refused() -> None:
+    bare = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    with pytest.raises(ModelFileError, match="lacks"):
+        Tokenizer(bare.to_str())
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
+    words = tokenizers.Tokenizer(models.BPE(vocab={"日本": 0}, merges=[]))
+    words.add_special_tokens([END_OF_TEXT])
+    with pytest.raises(ModelFileError, match="not byte-level"):
+        Tokenizer(words.to_str())
+
+
+def test_padding_and_truncation_settings_of_the_file_are_ignored() -> None:
+    inner = tokenizers.Tokenizer.from_str(tiny_tokenizer_json())
+    inner.enable_truncation(2)
+    inner.enable_padding(length=50)
+    assert Tokenizer(inner.to_str()).encode("hello there") == TOKENIZER.encode("hello there")

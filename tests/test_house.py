@@ -34,6 +34,7 @@ ARROWS = {
 HEAVY = ("hope", "hope_step", "recurrence", "kernels_triton", "torch_backend", "onnx_backend")
 """The modules of runtime/ that load torch or onnxruntime; the others import none of them."""
 
+NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 SOURCES = [path for path in FILES if path.relative_to(ROOT).parts[0] in PACKAGES]
 LIGHT = [path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem not in ("__init__", *HEAVY)]
@@ -129,6 +130,24 @@ def test_a_file_says_in_its_first_line_what_it_is_for_and_stays_under_500_lines(
     lines = path.read_text().splitlines()
     assert re.match(r'"""[^"]+[.:]("""|$)', lines[0]), "the first line is no sentence"
     assert len(lines) <= 500
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_everything_public_says_what_it_does(path):
+    body = ast.parse(path.read_text()).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    named = [node for scope in (body, *(node.body for node in classes)) for node in scope if isinstance(node, NAMED)]
+    public = [node for node in named if not node.name.startswith("_")]
+    assert [node.name for node in public if not ast.get_docstring(node)] == []
+
+
+def test_every_imported_library_is_a_declared_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for name in ("export", "gpu", "plots") for line in project["optional-dependencies"][name]]
+    declared = {re.split(r"[<>=]", line)[0] for line in (*project["dependencies"], *extras)}
+    declared |= {"fednl-runtime", "pydantic", "starlette"}  # the last two are FastAPI's own vocabulary
+    used = {module.split(".")[0] for path in SOURCES for module, _ in imports_of(path)} - sys.stdlib_module_names
+    assert {name.replace("_", "-") for name in used} <= declared
 
 
 def test_no_open_ends_are_left_in_the_text():

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import tokenizers
 
-from fednl_runtime.errors import ModelFileError
+from fednl_runtime.errors import ModelFileError, RequestError
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -60,7 +60,15 @@ class Tokenizer:
         return len(self._bytes)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, none of them special, whatever the text says."""
+        """Token ids of `text`, none of them special, whatever the text says.
+
+        Raises:
+            RequestError: the text holds half a surrogate pair, which no UTF-8 text can.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The text is not Unicode: half a surrogate pair at {error.start}.", "prompt") from error
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

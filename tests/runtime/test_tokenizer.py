@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
-from fednl_runtime.errors import ModelFileError
+from fednl_runtime.errors import ModelFileError, RequestError
 from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -54,6 +54,11 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
     words.add_special_tokens([END_OF_TEXT])
     with pytest.raises(ModelFileError, match="not byte-level"):
         Tokenizer(words.to_str())
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(RequestError, match="surrogate pair at 1"):
+        TOKENIZER.encode("a\ud800")
 
 
 def test_padding_and_truncation_settings_of_the_file_are_ignored() -> None:

@@ -1,0 +1,118 @@
+"""Turns and event streams on the event loop; a client that goes away rolls its turn back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from fednl_runtime.engine import Engine, Event
+from fednl_runtime.errors import FednlError
+from fednl_runtime.server_api.errors import DisconnectedError, GenerationError, error_event, log
+from fednl_runtime.turn import Outcome, TurnRequest
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def sse(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+
+
+@contextlib.asynccontextmanager
+async def watching(request: Request) -> AsyncIterator[asyncio.Task[None]]:
+    """A task that ends when the client of `request`, whose body was read, goes away."""
+
+    async def until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.create_task(until_gone())
+    try:
+        yield task
+    finally:
+        task.cancel()
+
+
+async def turn_events(
+    engine: Engine, turn_request: TurnRequest, gone: asyncio.Task[None], keep_alive_s: float
+) -> AsyncGenerator[Event | None, None]:
+    """The events of a turn and the report once it was committed; None after each `keep_alive_s` of silence.
+
+    The turn commits when what follows its last token is asked for and `gone` has not ended.
+
+    Raises:
+        DisconnectedError: `gone` ended first; the turn was rolled back.
+    """
+    loop = asyncio.get_running_loop()
+    inbox: asyncio.Queue[Any] = asyncio.Queue()
+
+    def deliver(event: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+    def leave(_: asyncio.Task[None]) -> None:
+        inbox.put_nowait(DisconnectedError())
+
+    turn = engine.start(turn_request, deliver)
+    gone.add_done_callback(leave)
+    try:
+        while not isinstance(event := await next_event(inbox, keep_alive_s), Outcome):
+            yield event
+        await asyncio.sleep(0)  # let a disconnect that has arrived be seen
+        if gone.done():
+            raise DisconnectedError
+        yield turn.commit(event)
+    finally:
+        turn.close()
+        gone.remove_done_callback(leave)
+
+
+async def next_event(inbox: asyncio.Queue[Any], keep_alive_s: float) -> Any:
+    """What arrives next, None if nothing does in time; raises what is an exception, GenerationError if not ours."""
+    try:
+        async with asyncio.timeout(keep_alive_s):
+            event = await inbox.get()
+    except TimeoutError:
+        return None
+    if isinstance(event, (FednlError, DisconnectedError)):
+        raise event
+    if isinstance(event, Exception):
+        log.error("a turn failed and was rolled back", exc_info=event)
+        raise GenerationError("The model failed on this turn; the session is as it was before.")
+    return event
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, of which the first is known: what fails earlier has a status of its own.
+
+    Starlette's own class would leave the generator to the garbage collector when the client goes;
+    here it is closed at once, and with it the turn.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(rest, headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers})
+        self._first, self._rest = first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream; an error becomes its last event, without [DONE]."""
+        async with contextlib.aclosing(self._rest):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            try:
+                async for chunk in self._rest:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except DisconnectedError:
+                return
+            except Exception as error:
+                await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})

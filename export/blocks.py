@@ -59,7 +59,7 @@ def projections(ops: Ops, c: HopeConfig, layer: int, x: str, gain: float) -> tup
     """Unit inputs `[B, T, 4H, h]` in the order of INPUTS, g times `gain`, and the output gate `[B, T, d]`."""
     heads, h = len(INPUTS) * c.n_head, c.d_head
     u, z = ops.split(ops("MatMul", x, f"layers.{layer}.w_in:f32"), (heads * h, c.d_model))
-    u = ops.conv(u, f"rule.{layer}.conv", f"past.{layer}.conv", c.d_conv, f"present.{layer}.conv")
+    u = ops.conv(u, f"rule.{layer}.conv", f"{layer}.conv", c.d_conv)
     gains = np.full((heads, h), h**-0.5)
     gains[INPUTS.index("g") * c.n_head :] *= gain
     return ops.rms(ops.reshape(u, 0, 0, heads, h), ops.const(gains), c.norm_eps / h), z
@@ -71,8 +71,7 @@ def delta_mixer(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str) -> tupl
     kvq, g = ops.split(u, (3 * c.n_head, c.n_head), 2)
     k, v, q = ops.split(ops.reshape(kvq, 0, 0, 3 * c.d_model), (c.d_model,) * 3)
     eta, log_alpha = gates(ops, c, call, layer, g, g, 1)
-    shape = (c.n_head, c.d_head, c.d_head)
-    y = ops.recurrence(q, k, v, f"past.{layer}.s", log_alpha, eta, shape, f"present.{layer}.s")
+    y = ops.recurrence(q, k, v, (log_alpha, eta), f"{layer}.s", (c.n_head, c.d_head, c.d_head))
     return ops.reshape(y, 0, 0, c.n_head, c.d_head), z
 
 
@@ -100,47 +99,69 @@ def inner_gradient(ops: Ops, c: HopeConfig, kv: str, w1: str, w2: str) -> tuple[
 
 
 def self_modifying_mixer(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str) -> tuple[str, str]:
-    """Five self-modifying memories (Eqs. 83-91): normed x `[B, T, d]` -> y `[B, T, H, h]`, output gate z.
-
-    Delta gradient descent W <- alpha W - eta (W k + d) k^T on D = W - W0 is a gated delta rule with
-    beta = eta / alpha and v = -alpha (d + W0 k); all five memories are heads of one recurrence.
-    """
-    n, heads, h, m = len(MEMORIES), c.n_head, c.d_head, c.d_memory
+    """Five self-modifying memories (Eqs. 83-91): normed x `[B, T, d]` -> y `[B, T, H, h]`, output gate z."""
+    n, heads, h = len(MEMORIES), c.n_head, c.d_head
     u, z = projections(ops, c, layer, x, 1)
     w1, w2 = (boundary_weights(ops, c, layer, name) for name in ("w1", "w2"))
-    five = ops("Gather", u, ops.ints(*(p * heads + i for p in (0, 1, 3, 3, 2) for i in range(heads))), axis=2)
-    _, _, read = memory_read(ops, c, ops.reshape(five, 0, 0, n, heads, 1, h), w1, w2)
-    kv, eta_in, alpha_in, _ = ops.split(ops.reshape(read, 0, 0, n * heads, h), [k * heads for k in (2, 1, 1, 1)], 2)
+    sources = [INPUTS.index(name) for name in ("k", "v", "g", "g", "q")]  # the last read is not used
+    five = ops("Gather", u, ops.ints(*(p * heads + i for p in sources for i in range(heads))), axis=2)
+    read = memory_read(ops, c, ops.reshape(five, 0, 0, n, heads, 1, h), w1, w2)[2]
+    sizes = (2 * heads, heads, heads, heads)
+    kv, eta_in, alpha_in, _ = ops.split(ops.reshape(read, 0, 0, n * heads, h), sizes, 2)
     kv = ops.unit(kv, h, c.norm_eps)
     eta, log_alpha = gates(ops, c, call, layer, eta_in, alpha_in, h**0.5)
-
     pairs = ops("Transpose", ops.reshape(kv, 0, 0, 2, heads, h), perm=[0, 1, 3, 2, 4])
-    a_hat, e, d = inner_gradient(ops, c, ops.reshape(pairs, 0, 0, 1, heads, 2, h), w1, w2)
-    k, q = (ops.reshape(ops("Gather", x, ops.ints(*at), axis=2), 0, 0, heads * h) for x, at in (
-        (kv, range(heads)), (u, range(2 * heads, 3 * heads))))
+    gradient = inner_gradient(ops, c, ops.reshape(pairs, 0, 0, 1, heads, 2, h), w1, w2)
+    k = ops("Gather", kv, ops.ints(*range(heads)), axis=2)
+    first = INPUTS.index("q") * heads
+    q = ops("Gather", u, ops.ints(*range(first, first + heads)), axis=2)
+    return write_and_read(ops, c, layer, k, q, gradient, eta, log_alpha), z
+
+
+def write_and_read(
+    ops: Ops, c: HopeConfig, layer: int, k: str, q: str, gradient: tuple[str, str, str], eta: str, log_alpha: str
+) -> str:
+    """Delta gradient descent on the running weights, then the last memory's read: k, q `[B, T, H, h]` -> y.
+
+    W <- alpha W - eta (W k + d) k^T on D = W - W0 is a gated delta rule with beta = eta / alpha and
+    v = -alpha (d + W0 k), so that all five memories are heads of one recurrence for each matrix. All are
+    read by the last one's query, which costs less than to pick it out.
+    """
+    heads, h, m = c.n_head, c.d_head, c.d_memory
+    a_hat, e, d = gradient
+    w1, w2 = (f"layers.{layer}.{name}_init" for name in ("w1", "w2"))
     alpha = ops("Exp", log_alpha)
     minus = ops.reshape(ops("Neg", alpha), 0, 0, 1, heads, 1, 1)
-    five_times = ops.ints(1, 1, n)
-    decay, beta = ops("Tile", log_alpha, five_times), ops("Tile", ops("Div", eta, alpha), five_times)
+    rates = (all_memories(ops, log_alpha), all_memories(ops, ops("Div", eta, alpha)))
+    flat_k, flat_q = (all_memories(ops, ops.reshape(x, 0, 0, c.d_model)) for x in (k, q))
 
-    def updated(name: str, query: str, key: str, start: str, error: str, rows: int, columns: int) -> str:
-        value = ops.reshape(ops("Mul", minus, ops("Add", error, start)), 0, 0, n * heads * columns)
-        shape = (n * heads, rows, columns)
-        read = ops.recurrence(query, key, value, f"past.{layer}.{name}", decay, beta, shape, f"present.{layer}.{name}")
-        return ops("Gather", ops.reshape(read, 0, 0, n, heads, 1, columns), ops.const(n - 1, np.int64), axis=2)
-
-    w1_init, w2_init = (f"layers.{layer}.{name}_init" for name in ("w1", "w2"))
-    key, query = ops("Tile", k, five_times), ops("Tile", q, five_times)
-    start = ops("MatMul", ops.reshape(k, 0, 0, 1, heads, 1, h), f"{w2_init}:heads")
-    hidden = updated("w2", query, key, start, d, h, m)
+    start = ops("MatMul", ops.reshape(k, 0, 0, 1, heads, 1, h), f"{w2}:heads")
+    value = ops("Mul", minus, ops("Add", d, start))
+    read = update(ops, c, f"{layer}.w2", (flat_q, flat_k, value), rates, (h, m))
     q = ops.reshape(q, 0, 0, heads, 1, h)
-    hidden = ops("Add", hidden, ops("MatMul", q, f"{w2_init}:mem"))
-    hidden = ops.unit(ops.silu(hidden), m, c.norm_eps)
-    query = ops("Tile", ops.reshape(hidden, 0, 0, heads * m), five_times)
-    start = ops("MatMul", a_hat, f"{w1_init}:heads")
-    y = updated("w1", query, ops.reshape(a_hat, 0, 0, n * heads * m), start, e, m, h)
-    y = ops("Add", ops("Add", q, y), ops("MatMul", hidden, f"{w1_init}:mem"))
-    return ops.reshape(y, 0, 0, heads, h), z
+    hidden = ops.unit(ops.silu(ops("Add", read, ops("MatMul", q, f"{w2}:mem"))), m, c.norm_eps)
+
+    value = ops("Mul", minus, ops("Add", e, ops("MatMul", a_hat, f"{w1}:heads")))
+    query = all_memories(ops, ops.reshape(hidden, 0, 0, heads * m))
+    key = ops.reshape(a_hat, 0, 0, len(MEMORIES) * heads * m)
+    read = update(ops, c, f"{layer}.w1", (query, key, value), rates, (m, h))
+    return ops.reshape(ops("Add", ops("Add", q, read), ops("MatMul", hidden, f"{w1}:mem")), 0, 0, heads, h)
+
+
+def all_memories(ops: Ops, x: str) -> str:
+    """x `[B, T, n]` once for each memory: `[B, T, 5n]`."""
+    return ops("Tile", x, ops.ints(1, 1, len(MEMORIES)))
+
+
+def update(
+    ops: Ops, c: HopeConfig, state: str, qkv: tuple[str, str, str], rates: tuple[str, str], size: tuple[int, int]
+) -> str:
+    """Write one matrix of all memories; the last memory's read `[B, T, H, 1, V]`."""
+    n = len(MEMORIES)
+    q, k, v = qkv
+    v = ops.reshape(v, 0, 0, n * c.n_head * size[1])
+    read = ops.recurrence(q, k, v, rates, state, (n * c.n_head, *size))
+    return ops("Gather", ops.reshape(read, 0, 0, n, c.n_head, 1, size[1]), ops.const(n - 1, np.int64), axis=2)
 
 
 def boundary_weights(ops: Ops, c: HopeConfig, layer: int, name: str) -> str:
@@ -177,9 +198,7 @@ def cms(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str, added: str) -> 
     p, t = (ops("Concat", *parts, axis=2) for parts in (inputs, targets))
     scaled = ops("Mul", p, call.slow)
     for name, value, width in (("cms_a", t, c.d_model), ("cms_g", p, c.cms_rank)):
-        shape = (c.n_cms, c.cms_rank, width)
-        past, out = f"past.{layer}.{name}", f"present.{layer}.{name}"
-        ops.recurrence(scaled, scaled, value, past, call.cms_decay, "", shape, out)
+        ops.recurrence(scaled, scaled, value, (call.cms_decay,), f"{layer}.{name}", (c.n_cms, c.cms_rank, width))
     return x, added
 
 

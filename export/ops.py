@@ -37,7 +37,9 @@ class Ops:
         """A builder of a subgraph, which shares names and initializers with this one."""
         return Ops(self.portable, self)
 
-    def many(self, op: str, *inputs: str, outputs: int | Sequence[str], domain: str = "", **attributes: Any) -> list[str]:
+    def many(
+        self, op: str, *inputs: str, outputs: int | Sequence[str], domain: str = "", **attributes: Any
+    ) -> list[str]:
         """Add a node; `outputs` are their names or how many there are."""
         names = [f"v{next(self._names)}" for _ in range(outputs)] if isinstance(outputs, int) else list(outputs)
         self.nodes.append(helper.make_node(op, list(inputs), names, domain=domain, **attributes))
@@ -113,7 +115,9 @@ class Ops:
         clipped = self("Div", x, norm)
         return clipped if limit == 1 else self("Mul", clipped, self.const(limit))
 
-    def product(self, x: str, y: str, rank: int, trans_x: bool = False, trans_y: bool = False, out: str | None = None) -> str:
+    def product(
+        self, x: str, y: str, rank: int, trans_x: bool = False, trans_y: bool = False, out: str | None = None
+    ) -> str:
         """Matrix product of the last two axes; a transposed operand has `rank` axes."""
         if not self.portable:
             return self("FusedMatMul", x, y, domain=MICROSOFT, transA=int(trans_x), transB=int(trans_y), out=out)
@@ -121,15 +125,16 @@ class Ops:
         x, y = (self("Transpose", v, perm=perm) if t else v for v, t in ((x, trans_x), (y, trans_y)))
         return self("MatMul", x, y, out=out)
 
-    def conv(self, u: str, taps: str, past: str, window: int, out: str) -> str:
-        """Depthwise causal convolution: u `[B, T, C]`, taps `[C, K]`, past and `out` `[B, K-1, C]`."""
+    def conv(self, u: str, taps: str, state: str, window: int) -> str:
+        """Depthwise causal convolution: u `[B, T, C]`, taps `[C, K]`, the state tensor `[B, K-1, C]`."""
+        past, present = f"past.{state}", f"present.{state}"
         if not self.portable:
-            weight = self("Unsqueeze", taps, self.ints(1))
-            names = [f"v{next(self._names)}", out]
-            inputs = (u, weight, "", past)
-            return self.many("CausalConvWithState", *inputs, outputs=names, domain=MICROSOFT, ndim=1, channels_last=1)[0]
+            outputs = [f"v{next(self._names)}", present]
+            inputs = (u, self("Unsqueeze", taps, self.ints(1)), "", past)
+            self.many("CausalConvWithState", *inputs, outputs=outputs, domain=MICROSOFT, ndim=1, channels_last=1)
+            return outputs[0]
         steps = self("Concat", past, u, axis=1)
-        self.tail(steps, window - 1, 1, out)
+        self.tail(steps, window - 1, 1, present)
         total = ""
         for j, tap in enumerate(self.split(self("Transpose", taps, perm=[1, 0]), [1] * window, 0)):
             end = j - window + 1 or np.iinfo(np.int64).max
@@ -137,21 +142,27 @@ class Ops:
             total = self("Add", total, term) if total else term
         return total
 
-    def recurrence(self, q: str, k: str, v: str, past: str, decay: str, beta: str, shape: tuple[int, int, int], out: str) -> str:
-        """S <- e^g S + beta k (v - e^g S^T k)^T, or + k v^T without beta; o = S^T q after the write.
+    def recurrence(self, q: str, k: str, v: str, gates: Sequence[str], state: str, shape: tuple[int, int, int]) -> str:
+        """S <- e^g S + beta k (v - e^g S^T k)^T, or e^g S + k v^T without beta; o = S^T q after the write.
 
-        q, k `[B, T, H K]`, v `[B, T, H V]`, decay g and beta `[B, T, H]`, state `[B, H, K, V]`; shape (H, K, V).
+        q, k `[B, T, H K]`, v `[B, T, H V]`, gates (g, beta) or (g,) `[B, T, H]`; S is the state tensor
+        `[B, H, K, V]` and `shape` (H, K, V). Returns o `[B, T, H V]`.
         """
+        past, present = f"past.{state}", f"present.{state}"
         if self.portable:
-            return self._scan(q, k, v, past, decay, beta, shape, out)
-        rule = "gated_delta" if beta else "gated"
-        names = [f"v{next(self._names)}", out]
-        heads = {"q_num_heads": shape[0], "kv_num_heads": shape[0]}
-        inputs = [q, k, v, past, decay, *([beta] if beta else [])]
-        attributes = {**heads, "update_rule": rule, "scale": 1.0}
-        return self.many("LinearAttention", *inputs, outputs=names, domain=MICROSOFT, **attributes)[0]
+            body = self._scan_body(len(gates) == 2, shape)
+            inputs = (q, k, v, *gates)
+            axes: dict[str, Any] = {"scan_input_axes": [1] * len(inputs), "scan_output_axes": [1]}
+            axes["num_scan_inputs"] = len(inputs)
+            return self.many("Scan", past, *inputs, outputs=[present, f"{present}:read"], body=body, **axes)[1]
+        attributes: dict[str, Any] = {"q_num_heads": shape[0], "kv_num_heads": shape[0], "scale": 1.0}
+        attributes["update_rule"] = ("gated", "gated_delta")[len(gates) - 1]
+        outputs = [f"v{next(self._names)}", present]
+        self.many("LinearAttention", q, k, v, past, *gates, outputs=outputs, domain=MICROSOFT, **attributes)
+        return outputs[0]
 
-    def _scan(self, q: str, k: str, v: str, past: str, decay: str, beta: str, shape: tuple[int, int, int], out: str) -> str:
+    def _scan_body(self, beta: bool, shape: tuple[int, int, int]) -> GraphProto:
+        """One token of `recurrence`."""
         heads, rows, columns = shape
         body = self.branch()
         key, value = body.reshape("k", 0, heads, 1, rows), body.reshape("v", 0, heads, 1, columns)
@@ -159,16 +170,10 @@ class Ops:
         if beta:
             error = body("Sub", value, body("MatMul", key, state))
             value = body("Mul", body.reshape("b", 0, heads, 1, 1), error)
-        state = body("Add", state, body("Mul", body.reshape(key, 0, heads, rows, 1), value), out="s_next")
-        body.reshape(body("MatMul", body.reshape("q", 0, heads, 1, rows), state), 0, heads * columns)
-        scanned = {"q": q, "k": k, "v": v, "g": decay, **({"b": beta} if beta else {})}
-        full = ("B", *shape)
-        result = body.nodes[-1].output[0]
-        inputs = [typed("s", full), *(typed(name, None) for name in scanned)]
-        graph = body.graph("step", inputs, [typed("s_next", full), typed(result, ("B", heads * columns))])
-        axes = [1] * len(scanned)
-        attributes = {"num_scan_inputs": len(scanned), "scan_input_axes": axes, "scan_output_axes": [1]}
-        return self.many("Scan", past, *scanned.values(), outputs=[out, f"{out}:read"], body=graph, **attributes)[1]
+        state = body("Add", state, body("Mul", body.reshape(key, 0, heads, rows, 1), value))
+        read = body.reshape(body("MatMul", body.reshape("q", 0, heads, 1, rows), state), 0, heads * columns)
+        inputs = [typed("s", ("B", *shape)), *(typed(name) for name in "qkvgb"[: 4 + beta])]
+        return body.graph("token", inputs, [typed(state, ("B", *shape)), typed(read, ("B", heads * columns))])
 
     def graph(self, name: str, inputs: list[ValueInfoProto], outputs: list[ValueInfoProto]) -> GraphProto:
         """The nodes so far as a subgraph; its constants stay in the outermost graph."""

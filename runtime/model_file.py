@@ -86,7 +86,7 @@ def parse_model(metadata: Mapping[str, str], inputs: Mapping[str, Tensor], outpu
             raise ModelFileError("This model file has a newer format. Upgrade with `pip install -U fednl-runtime`.")
         model = _described({key.removeprefix("fednl."): value for key, value in metadata.items()})
     except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-        raise ModelFileError(f"The model's metadata is damaged ({error}). Export or download the model again.") from error
+        raise ModelFileError(f"The model's metadata is damaged ({error}). Export or download it again.") from error
     _check_graph(model, inputs, outputs)
     return model
 
@@ -118,19 +118,19 @@ def _described(text: dict[str, str]) -> ModelFile:
 def _check_graph(model: ModelFile, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
     """Raise ModelFileError unless the graph has exactly the tensors that the metadata promise."""
     integers, floats = "tensor(int64)", "tensor(float)"
-    wanted = {"input_ids": (integers, (None, None)), "position": (integers, (None,)), "adapt": (floats, (None, 2))}
+    wanted: dict[str, Tensor] = {"input_ids": (integers, (None, None)), "position": (integers, (None,))}
+    wanted |= {"adapt": (floats, (None, 2)), **{name: (floats, shape) for name, shape in model.rules.items()}}
     wanted |= {f"past.{n}": (floats, (None, *shape)) for n, shape in model.state.items()}
-    wanted |= {n: (floats, shape) for n, shape in model.rules.items()}
-    made = {"logits": (floats, (None, None, model.config.vocab_size))}
+    made: dict[str, Tensor] = {"logits": (floats, (None, None, model.config.vocab_size))}
     made |= {f"present.{n}": (floats, (None, *shape)) for n, shape in model.state.items()}
     for found, expected in ((inputs, wanted), (outputs, made)):
-        for name in sorted(set(expected) ^ set(found)):
-            state = "a different set of tensors than its metadata say"
-            raise ModelFileError(f"The model graph has {state}: {name}. Export the model again.")
-        for name, (kind, shape) in expected.items():
-            actual = tuple(d if isinstance(d, int) else None for d in found[name][1])
-            if found[name][0] != kind or actual != shape:
-                raise ModelFileError(f"{name} of the model graph is {found[name]}, not {kind} {shape}. Export it again.")
+        if differing := sorted(set(expected) ^ set(found)):
+            names = ", ".join(differing[:3])
+            raise ModelFileError(f"The graph and its metadata differ in tensors ({names}). Export the model again.")
+        for name, tensor in expected.items():
+            actual = (found[name][0], tuple(d if isinstance(d, int) else None for d in found[name][1]))
+            if actual != tensor:
+                raise ModelFileError(f"The graph's {name} is {actual}, not {tensor}. Export the model again.")
 
 
 def default_model_path() -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
+import onnxruntime as ort  # type: ignore[import-untyped]
 
 from fednl_runtime.errors import ModelFileError, StateError
 from fednl_runtime.model_file import ModelFile, Tensor, parse_model
@@ -58,15 +58,21 @@ def load(path: str | Path, threads: int | None = None) -> OnnxBackend:
         raise ModelFileError(f"{path}: {error}") from error
 
 
+REASONS = (
+    (("is not a registered function/op", "No Op registered", "Could not find an implementation"),
+     "The model uses an operator that this onnxruntime lacks. Upgrade it, or export with --portable."),
+    (("Unsupported model IR version", "opset", "Unrecognized attribute"),
+     "The model was made for a newer onnxruntime. Upgrade with `pip install -U onnxruntime`."),
+    (("Protobuf parsing failed", "ModelProto does not have a graph"),
+     "This is not an ONNX file, or it is cut short. Download or export it again."),
+)  # fmt: skip
+"""What onnxruntime says of a file that it cannot load, and what to do about it."""
+
+
 def _reason(message: str) -> str:
     """onnxruntime's message in plain words."""
-    if "is not a registered function/op" in message or "No Op registered" in message or "Could not find an impl" in message:
-        return "the model uses an operator that this onnxruntime lacks. Upgrade it, or export with --portable."
-    if "Unsupported model IR version" in message or "opset" in message.lower():
-        return "the model was made for a newer onnxruntime. Upgrade it with `pip install -U onnxruntime`."
-    if "Protobuf parsing failed" in message or "InvalidProtobuf" in message or "ModelProto does not have a graph" in message:
-        return "this is not an ONNX file, or it is cut short. Download or export it again."
-    return f"onnxruntime cannot load it ({message.splitlines()[0][:200]}). Download or export it again."
+    known = (advice for parts, advice in REASONS if any(part in message for part in parts))
+    return next(known, f"onnxruntime cannot load it ({message[:200]}). Download or export it again.")
 
 
 def _tensors(args: list[ort.NodeArg]) -> dict[str, Tensor]:
@@ -97,8 +103,10 @@ class OnnxBackend:
         """
         for name, value in rules.items():
             if self.model.rules.get(name) != np.shape(value):
-                shape = self.model.rules.get(name, "no such rule")
-                raise ModelFileError(f"{name} is {np.shape(value)}; this model has {shape}. The rules are another model's.")
+                wanted = self.model.rules.get(name, "no such rule")
+                raise ModelFileError(
+                    f"{name} is {np.shape(value)}, but this model has {wanted}. Use rules made for it."
+                )
             if not np.isfinite(value).all():
                 raise ModelFileError(f"{name} holds numbers that are not finite. Discard this set of rules.")
         own = {name: np.array(value, np.float32, order="C") for name, value in rules.items()}
@@ -172,7 +180,9 @@ class OnnxStream:
         return self._bindings[key]
 
 
-def bound(session: ort.InferenceSession, inputs: Mapping[str, Array | Tokens], outputs: Mapping[str, Array]) -> ort.IOBinding:
+def bound(
+    session: ort.InferenceSession, inputs: Mapping[str, Array | Tokens], outputs: Mapping[str, Array]
+) -> ort.IOBinding:
     """A binding to buffers in place, which must outlive it: no call allocates or copies them."""
     binding = session.io_binding()
     for name, array in inputs.items():

@@ -1,0 +1,74 @@
+"""`verify` passes a sound file and catches each kind of wrong one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx
+import pytest
+from models import TINY, random_params
+
+from fednl_runtime.errors import VerificationError
+from fednl_runtime.export.graph import export_model
+from fednl_runtime.export.verify import Check, require, verify
+
+CONFIG = dataclasses.replace(TINY, d_model=10, cms_periods=(4, 12), top_period=8, memory_period=4)
+
+
+@pytest.fixture
+def path(tmp_path):
+    export_model(random_params(CONFIG), CONFIG, "{}", tmp_path / "m.onnx")
+    return tmp_path / "m.onnx"
+
+
+def broken(path, change):
+    """The file with its graph changed in place."""
+    model = onnx.load(path)
+    change(model.graph)
+    onnx.save_model(model, path)
+    return verify(path)
+
+
+def test_a_sound_file_passes(path):
+    report = verify(path)
+    require(report)
+    assert report.to_dict()["ok"]
+    assert 0 < report.to_dict()["max_abs_logits"] < 1e-4
+
+
+def test_a_portable_file_passes(tmp_path):
+    export_model(random_params(CONFIG), CONFIG, "{}", tmp_path / "m.onnx", portable=True)
+    require(verify(tmp_path / "m.onnx"))
+
+
+def test_a_changed_weight_is_caught_by_the_fingerprint(path):
+    def change(graph):
+        weight = next(t for t in graph.initializer if t.name == "norm")
+        weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 2, "norm"))
+
+    assert [c.name for c in broken(path, change).checks if not c.ok] == ["fingerprint"]
+
+
+def test_a_lost_state_write_is_caught(path):
+    def change(graph):
+        for node in graph.node:
+            node.output[:] = ["lost" if name == "present.0.conv" else name for name in node.output]
+        graph.node.append(onnx.helper.make_node("Identity", ["past.0.conv"], ["present.0.conv"]))
+
+    with pytest.raises(VerificationError, match="Do not use it"):
+        require(broken(path, change))
+
+
+def test_a_constant_that_is_off_is_caught(path):
+    def change(graph):
+        for node in graph.node:
+            if node.op_type == "LinearAttention":
+                next(a for a in node.attribute if a.name == "scale").f = 0.5
+
+    assert not broken(path, change).ok
+
+
+def test_a_value_that_is_not_a_number_fails_its_check():
+    assert not Check("x", float("nan"), 1.0).ok
+    assert not Check("x", np.inf, 1.0).ok

@@ -1,0 +1,67 @@
+"""Parameters in a file: what is stored comes back, and the fingerprint sees weights only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx
+import pytest
+from models import TINY, random_params
+
+from fednl_runtime.export.graph import export_model
+from fednl_runtime.export.verify import file_parameters
+from fednl_runtime.export.weights import fingerprint, fits_float16, recovered, stored
+from fednl_runtime.onnx_backend import load
+
+
+def single(dtype=np.float32):
+    """Random parameters exact in `dtype`, fp32."""
+    return {n: v.astype(dtype).astype(np.float32) for n, v in random_params().items()}
+
+
+def test_stored_parameters_are_recovered_bit_for_bit():
+    params = single()
+    found = recovered(stored(params))
+    assert found.keys() == params.keys()
+    assert all(np.array_equal(found[n], params[n]) and found[n].shape == params[n].shape for n in params)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_file_holds_the_parameters_without_loss(dtype, portable, tmp_path):
+    params = single(dtype)
+    export_model(params, TINY, "{}", tmp_path / "m.onnx", portable)
+    found = file_parameters(tmp_path / "m.onnx")
+    assert all(np.array_equal(found[n], params[n]) for n in params)
+    assert load(tmp_path / "m.onnx", 1).fingerprint == fingerprint(params, TINY)
+
+
+def test_float16_storage_halves_the_file_and_the_session_folds_the_casts(tmp_path):
+    config = dataclasses.replace(TINY, vocab_size=3000)
+    sizes = {}
+    for dtype in (np.float16, np.float32):
+        params = {n: v.astype(dtype).astype(np.float32) for n, v in random_params(config).items()}
+        export_model(params, config, "{}", tmp_path / "m.onnx")
+        sizes[dtype] = (tmp_path / "m.onnx").stat().st_size
+        kinds = {t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer if t.name == "embedding"}
+        assert kinds == {onnx.TensorProto.FLOAT16 if dtype is np.float16 else onnx.TensorProto.FLOAT}
+    assert sizes[np.float32] - sizes[np.float16] >= 2 * config.vocab_size * config.d_model
+
+
+def test_the_fingerprint_does_not_depend_on_the_width_of_the_arrays():
+    params = single()
+    wide = {n: v.astype(np.float64) for n, v in params.items()}
+    assert fingerprint(params, TINY) == fingerprint(wide, TINY)
+
+
+def test_the_fingerprint_sees_one_changed_weight():
+    params = single()
+    changed = {**params, "norm": params["norm"] + 1e-6}
+    assert fingerprint(params, TINY) != fingerprint(changed, TINY)
+
+
+def test_a_number_beyond_float16_is_not_stored_as_one():
+    assert fits_float16(np.array([1.0, 0.5, -2.0]))
+    assert not fits_float16(np.array([1e6]))
+    assert not fits_float16(np.array([0.1], np.float32))

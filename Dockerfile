@@ -14,8 +14,8 @@ WORKDIR /srv
 COPY --from=build /src/dist dist/
 RUN pip install --no-cache-dir dist/*.whl && rm -r dist
 USER 10001:10001
-EXPOSE 8000
+EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health')"]
 ENTRYPOINT ["fednl-runtime"]
 CMD ["serve", "--host", "0.0.0.0"]

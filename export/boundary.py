@@ -1,6 +1,9 @@
-"""Work at chunk boundaries: one branch that closes chunks, taken only when a row reaches one."""
+"""Work at chunk boundaries: branches that close chunks, taken only when a row reaches one."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import numpy as np
 from onnx import TensorProto
@@ -10,31 +13,34 @@ from fednl_runtime.export.ops import Ops, typed
 
 
 def slow_names(c: HopeConfig) -> list[str]:
-    """State tensors that change only at chunk boundaries."""
+    """State tensors of the blocks that change only at chunk boundaries."""
     names = []
     for i, profile in enumerate(c.layers):
         names += [f"{i}.w1_boundary", f"{i}.w2_boundary"] * (profile == "self_modifying")
         names += [f"{i}.cms_f"] * bool(c.n_cms)
-    return names + ["top.f"] * bool(c.top_rank)
+    return names
 
 
-def close_chunks(ops: Ops, c: HopeConfig, segment: int, power: float, embedding: str) -> None:
+def close_chunks(ops: Ops, c: HopeConfig, power: float, embedding: str) -> None:
     """Write every `present.` slow tensor: stepped in rows that reach a boundary, else as it was.
 
     `power` is rms(|E|)^2 of the embedding E `[V, d]`, whose graph value is `embedding`.
     """
-    names = slow_names(c)
-    if not names:
-        return
-    at = ops("Cast", at_multiple(ops, "position", (segment,)), to=TensorProto.INT32)
+    if names := slow_names(c):
+        periods = (*c.cms_periods, *(c.memory_period,) * ("self_modifying" in c.layers))
+        branch_at(ops, math.gcd(*periods), names, lambda closing: close_blocks(closing, c))
+    if c.top_rank:
+        branch_at(ops, c.top_period, ["top.f"], lambda closing: [close_top(closing, c, power, embedding)])
+
+
+def branch_at(ops: Ops, period: int, names: list[str], close: Callable[[Ops], list[str]]) -> None:
+    """Write the `present.` tensors of `names`: by `close` where any row reaches a multiple of `period`."""
+    at = ops("Cast", at_multiple(ops, "position", (period,)), to=TensorProto.INT32)
     reached = ops("Cast", ops("ReduceMax", at, keepdims=0), to=TensorProto.BOOL)
     closing, idle = ops.branch(), ops.branch()
-    results = closed(closing, c, power, embedding)
-    branches = {}
-    for key, branch, values in (("then_branch", closing, results), ("else_branch", idle, {})):
-        found = [values[n] if values else branch("Identity", f"past.{n}") for n in names]
-        branches[key] = branch.graph(key, [], [typed(v) for v in found])
-    ops.many("If", reached, outputs=[f"present.{n}" for n in names], **branches)
+    closed = closing.graph("close", [], [typed(value) for value in close(closing)])
+    kept = idle.graph("keep", [], [typed(idle("Identity", f"past.{name}")) for name in names])
+    ops.many("If", reached, outputs=[f"present.{n}" for n in names], then_branch=closed, else_branch=kept)
 
 
 def at_multiple(ops: Ops, position: str, periods: tuple[int, ...]) -> str:
@@ -42,26 +48,31 @@ def at_multiple(ops: Ops, position: str, periods: tuple[int, ...]) -> str:
     return ops("Equal", ops("Mod", position, ops.ints(*periods)), ops.ints(0))
 
 
-def closed(ops: Ops, c: HopeConfig, power: float, embedding: str) -> dict[str, str]:
-    """New value of every slow tensor, by state name."""
-    position = ops("Unsqueeze", "position", ops.ints(1))
-    token, slow = ops.split("adapt", (1, 1), 1)
-    writes, learns = (ops("Greater", a, ops.const(0)) for a in (token, slow))
-    results: dict[str, str] = {}
-    cms, promoted = "", ""
-    if c.n_cms:
-        cms = ops.reshape(ops("And", at_multiple(ops, position, c.cms_periods), learns), 0, c.n_cms, 1, 1)
+def scale_and_mask(ops: Ops, column: int, periods: tuple[int, ...], rank: int) -> tuple[str, str]:
+    """An adapt scale, and whether a row closes a chunk of each period and its scale is above 0.
+
+    Both have `rank` axes: rows, then periods, then ones.
+    """
+    scale = ops("Gather", "adapt", ops.ints(column), axis=1)
+    closing = at_multiple(ops, ops("Unsqueeze", "position", ops.ints(1)), periods)
+    closing = ops("And", closing, ops("Greater", scale, ops.const(0)))
+    ones = [1] * (rank - 2)
+    return ops.reshape(scale, 0, 1, *ones), ops.reshape(closing, 0, len(periods), *ones)
+
+
+def close_blocks(ops: Ops, c: HopeConfig) -> list[str]:
+    """New value of every tensor of `slow_names`."""
+    results = []
     if "self_modifying" in c.layers:
-        promoted = ops.reshape(ops("And", at_multiple(ops, position, (c.memory_period,)), writes), 0, 1, 1, 1)
+        _, promoted = scale_and_mask(ops, 0, (c.memory_period,), 4)
+    if c.n_cms:
+        slow, closing = scale_and_mask(ops, 1, c.cms_periods, 4)
     for i, profile in enumerate(c.layers):
         if profile == "self_modifying":
-            for name in (f"{i}.w1", f"{i}.w2"):
-                results[f"{name}_boundary"] = ops("Where", promoted, f"past.{name}", f"past.{name}_boundary")
+            pairs = ((f"past.{i}.{name}", f"past.{i}.{name}_boundary") for name in ("w1", "w2"))
+            results += [ops("Where", promoted, running, boundary) for running, boundary in pairs]
         if c.n_cms:
-            results[f"{i}.cms_f"] = close_cms(ops, c, i, cms, ops.reshape(slow, 0, 1, 1, 1))
-    if c.top_rank:
-        now = ops.reshape(ops("And", at_multiple(ops, position, (c.top_period,)), learns), 0, 1, 1)
-        results["top.f"] = close_top(ops, c, now, ops.reshape(slow, 0, 1, 1), power, embedding)
+            results.append(close_cms(ops, c, i, closing, slow))
     return results
 
 
@@ -80,8 +91,9 @@ def close_cms(ops: Ops, c: HopeConfig, layer: int, closing: str, slow: str) -> s
     return ops("Where", closing, ops("Add", shrunk, gradient), f)
 
 
-def close_top(ops: Ops, c: HopeConfig, closing: str, slow: str, power: float, embedding: str) -> str:
+def close_top(ops: Ops, c: HopeConfig, power: float, embedding: str) -> str:
     """F <- lambda F - eps / power * sum_t p_t g_t^T with the pending chunk's exact gradients g, |F| bounded."""
+    slow, closing = scale_and_mask(ops, 1, (c.top_period,), 3)
     first = ops("Slice", "input_ids", ops.ints(0), ops.ints(1), ops.ints(1))
     known = ops("Slice", "past.top.token", ops.ints(1), ops.ints(c.top_period), ops.ints(1))
     targets = ops("Concat", ops("Cast", known, to=TensorProto.INT64), first, axis=1)

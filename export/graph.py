@@ -53,6 +53,17 @@ def segment_length(c: HopeConfig) -> int:
     return math.gcd(*periods) or c.memory_period
 
 
+def in_place(c: HopeConfig, portable: bool) -> list[str]:
+    """State tensors that a call may write where it reads them: nothing reads them after the write.
+
+    Slow tensors are written by the last node of a branch; fused recurrences update in place, after the
+    branches have read their states. One CMS level alone does not order its statistics after the branch.
+    """
+    recurrent = ("s", "w1", "w2", *("cms_a", "cms_g") * (c.n_cms > 1))
+    names = slow_names(c) + ["top.f"] * bool(c.top_rank)
+    return names + [n for n in state_shapes(c) if n.rpartition(".")[2] in recurrent] * (not portable)
+
+
 def describe(params: Params, c: HopeConfig, portable: bool, model: ModelProto) -> dict[str, str]:
     """What the runtime needs to know of a file, as its metadata."""
     operators = collections.Counter(node.op_type for node in model.graph.node)
@@ -61,7 +72,7 @@ def describe(params: Params, c: HopeConfig, portable: bool, model: ModelProto) -
         "fednl.format": str(FORMAT),
         "fednl.config": c.to_json(),
         "fednl.state": json.dumps(state_shapes(c)),
-        "fednl.in_place": json.dumps(slow_names(c)),
+        "fednl.in_place": json.dumps(in_place(c, portable)),
         "fednl.rules": json.dumps(rules),
         "fednl.segment": str(segment_length(c)),
         "fednl.parameters": str(sum(int(np.size(v)) for v in params.values())),
@@ -79,7 +90,7 @@ def build_model(params: Params, c: HopeConfig, portable: bool = False) -> ModelP
     add_weights(ops, c, weights)
     embedding = np.asarray(params["embedding"], np.float64)
     power = float(np.sum(embedding**2)) / len(embedding)
-    close_chunks(ops, c, segment_length(c), power, "embedding:f32")
+    close_chunks(ops, c, power, "embedding:f32")
     add_layers(ops, c)
     state = state_shapes(c)
     rules = [n for n in weights if n.startswith("rule.")]

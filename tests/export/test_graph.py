@@ -109,7 +109,7 @@ def test_a_portable_graph_has_standard_operators_only():
     assert {node.domain for node in model.graph.node} == {""}
 
 
-@pytest.mark.parametrize(("profile", "most"), [("delta", 55), ("self_modifying", 110)])
+@pytest.mark.parametrize(("profile", "most"), [("delta", 55), ("self_modifying", 140)])
 def test_a_layer_needs_few_nodes(profile, most):
     one, two = (dataclasses.replace(BASE, layers=(profile,) * n) for n in (1, 2))
     counts = []
@@ -124,7 +124,8 @@ def test_a_segment_divides_every_period():
     assert segment_length(dataclasses.replace(CONFIGS["nothing slow"], memory_period=5)) == 5
 
 
-def test_boundary_work_sits_in_one_branch():
+def test_boundary_work_sits_in_branches():
     model = build_model(params_of(BASE), BASE)
-    assert [node.op_type for node in model.graph.node].count("If") == 1
-    assert "Softmax" not in {node.op_type for node in model.graph.node}
+    operators = [node.op_type for node in model.graph.node]
+    assert operators.count("If") == 2
+    assert not {"Softmax", "Scan", "Loop"} & set(operators)

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import tokenizers
@@ -85,3 +86,12 @@ def running_engine(limits: EngineLimits | None = None, segment: int = 7) -> Iter
         yield engine
     finally:
         engine.shutdown()
+
+
+def write_tiny_model(path: Path) -> Path:
+    """A model file at `path`, of the tiny shapes but with periods that leave segments of 8 tokens."""
+    from fednl_runtime.export.graph import export_model
+
+    config = dataclasses.replace(CONFIG, memory_period=8, top_period=8, cms_periods=(16, 48))
+    export_model(random_params(config), config, tiny_tokenizer_json(), path, name="tiny")
+    return path

@@ -13,7 +13,8 @@ from hypothesis.extra.numpy import arrays
 from fednl_runtime.errors import RequestError
 from fednl_runtime.sampling import SamplingParams, adjust, log_softmax, sample, top_logprobs, truncate
 
-LOGITS = arrays(np.float32, st.integers(1, 13), elements=st.floats(-30, 30, width=32))
+LOGITS = arrays(np.float32, st.integers(1, 13), elements=st.floats(-30, 30, width=32, allow_subnormal=False))
+WHOLE = st.floats(0, 1, allow_subnormal=False)
 LADDER = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
 
 
@@ -22,7 +23,7 @@ def test_temperature_zero_is_the_largest_logit(logits: np.ndarray) -> None:
     assert sample(logits, SamplingParams(temperature=0), np.random.default_rng(0), ()) == int(logits.argmax())
 
 
-@given(LOGITS, st.integers(0, 5), st.floats(0.01, 1), st.floats(0, 1), st.floats(1e-300, 2))
+@given(LOGITS, st.integers(0, 5), st.floats(0.01, 1), WHOLE, st.floats(1e-300, 2))
 def test_some_token_with_weight_is_always_chosen(
     logits: np.ndarray, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:

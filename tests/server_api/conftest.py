@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from engines import running_engine
 from fednl_runtime.engine import Engine, EngineLimits
 from fednl_runtime.server_api.app import create_app
 from fednl_runtime.server_api.openai_routes import Served
+from fednl_runtime.server_api.serve_command import listen
 
 LIMITS = EngineLimits(slots=2, queue=2, busy_wait_s=0.2, max_prompt_tokens=500, max_tokens=2000)
 
@@ -26,7 +26,7 @@ def serving(engine: Engine, keep_alive_s: float = 15.0, **options: Any) -> Itera
     """The address of a server around `engine`."""
     app = create_app(Served(engine, "tiny", 1_700_000_000, keep_alive_s), **options)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=1))
-    with socket.create_server(("127.0.0.1", 0)) as sock:
+    with listen("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -1,0 +1,88 @@
+"""The command line: the names of its commands, which load when they are called, and its exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version as version_of
+from typing import Any
+
+import click
+
+import fednl_runtime
+from fednl_runtime.errors import FednlError, ModelFileError, RequestError, VerificationError
+
+COMMANDS = {
+    "serve": "serve_command:serve",
+    "complete": "prompt_commands:complete",
+    "chat": "prompt_commands:chat",
+    "info": "model_commands:info",
+    "export": "model_commands:export",
+    "verify": "model_commands:verify",
+    "version": "cli:version",
+}
+"""Where each command lives below this package, in the order of the help."""
+
+EXIT_CODES: Mapping[type[FednlError], int] = {RequestError: 2, ModelFileError: 3, VerificationError: 4}
+"""Exit codes by error; 0 is success, 1 any other failure, 2 also wrong usage, 130 an interrupt."""
+INTERRUPTED = 130
+
+
+class LazyGroup(click.Group):
+    """A group that imports the module of a command when the command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, None if there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
+        name_variables(command, cmd_name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; an error of ours becomes one sentence and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except FednlError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1))
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+
+
+def name_variables(command: click.Command, name: str) -> None:
+    """Give each option of a command its environment variable, named after the command and the flag."""
+    for option in command.params:
+        if isinstance(option, click.Option):
+            flag = max(option.opts, key=len).lstrip("-")
+            option.envvar = f"FEDNL_{name}_{flag}".upper().replace("-", "_")
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(fednl_runtime.__version__, prog_name="fednl-runtime", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Language models that learn while they run, on the device they run on.
+
+    Every option can be given as an environment variable, such as FEDNL_SERVE_PORT for serve --port.
+    """
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def version(as_json: bool) -> None:
+    """Print the versions of this runtime and of what it stands on."""
+    versions = {"fednl-runtime": fednl_runtime.__version__, "python": platform.python_version()}
+    versions |= {name: version_of(name) for name in ("onnxruntime", "numpy", "tokenizers")}
+    click.echo(json.dumps(versions) if as_json else "\n".join(f"{name} {value}" for name, value in versions.items()))
+
+
+def main() -> None:
+    """Run the command line."""
+    cli()

@@ -22,8 +22,8 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def sse(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+    """One server-sent event, in ASCII: many clients take U+0085 and U+2028 for the end of a line."""
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 @contextlib.asynccontextmanager

@@ -41,36 +41,33 @@ def prepare(ops: Ops, c: HopeConfig) -> Call:
     return Call(token, eta_scale, ops("Neg", token), slow, decay)
 
 
-def gate_logit(ops: Ops, x: str, layer: int, name: str, root: float) -> str:
-    """root (r . x) + b per head: x `[B, T, H, h]` -> `[B, T, H]`."""
+def gate_logit(ops: Ops, c: HopeConfig, x: str, layer: int, name: str) -> str:
+    """sqrt(h) (r . x) + b per head: x `[B, T, H, h]` -> `[B, T, H]`."""
     dot = ops("ReduceSum", ops("Mul", x, f"rule.{layer}.r_{name}"), ops.ints(-1), keepdims=0)
-    dot = dot if root == 1 else ops("Mul", dot, ops.const(root))
-    return ops("Add", dot, f"rule.{layer}.b_{name}")
+    return ops("Add", ops("Mul", dot, ops.const(c.d_head**0.5)), f"rule.{layer}.b_{name}")
 
 
-def gates(ops: Ops, c: HopeConfig, call: Call, layer: int, eta_in: str, alpha_in: str, root: float) -> tuple[str, str]:
+def gates(ops: Ops, c: HopeConfig, call: Call, layer: int, eta_in: str, alpha_in: str) -> tuple[str, str]:
     """Step size eta and log retention `[B, T, H]` from the gate vectors `[B, T, H, h]`."""
-    eta = ops("Mul", ops("Sigmoid", gate_logit(ops, eta_in, layer, "eta", root)), call.eta_scale)
-    loss = ops("Softplus", ops("Neg", gate_logit(ops, alpha_in, layer, "alpha", root)))
+    eta = ops("Mul", ops("Sigmoid", gate_logit(ops, c, eta_in, layer, "eta")), call.eta_scale)
+    loss = ops("Softplus", ops("Neg", gate_logit(ops, c, alpha_in, layer, "alpha")))
     return eta, ops("Mul", ops("Min", loss, ops.const(-c.log_alpha_min)), call.minus_token)
 
 
-def projections(ops: Ops, c: HopeConfig, layer: int, x: str, gain: float) -> tuple[str, str]:
-    """Unit inputs `[B, T, 4H, h]` in the order of INPUTS, g times `gain`, and the output gate `[B, T, d]`."""
+def projections(ops: Ops, c: HopeConfig, layer: int, x: str) -> tuple[str, str]:
+    """Unit inputs `[B, T, 4H, h]` in the order of INPUTS, and the output gate `[B, T, d]`."""
     heads, h = len(INPUTS) * c.n_head, c.d_head
     u, z = ops.split(ops("MatMul", x, f"layers.{layer}.w_in:f32"), (heads * h, c.d_model))
     u = ops.conv(u, f"rule.{layer}.conv", f"{layer}.conv", c.d_conv)
-    gains = np.full((heads, h), h**-0.5)
-    gains[INPUTS.index("g") * c.n_head :] *= gain
-    return ops.rms(ops.reshape(u, 0, 0, heads, h), ops.const(gains), c.norm_eps / h), z
+    return ops.unit(ops.reshape(u, 0, 0, heads, h), h, c.norm_eps), z
 
 
 def delta_mixer(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str) -> tuple[str, str]:
     """Gated delta rule, read after write: normed x `[B, T, d]` -> y `[B, T, H, h]`, output gate z."""
-    u, z = projections(ops, c, layer, x, c.d_head**0.5)
+    u, z = projections(ops, c, layer, x)
     kvq, g = ops.split(u, (3 * c.n_head, c.n_head), 2)
     k, v, q = ops.split(ops.reshape(kvq, 0, 0, 3 * c.d_model), (c.d_model,) * 3)
-    eta, log_alpha = gates(ops, c, call, layer, g, g, 1)
+    eta, log_alpha = gates(ops, c, call, layer, g, g)
     y = ops.recurrence(q, k, v, (log_alpha, eta), f"{layer}.s", (c.n_head, c.d_head, c.d_head))
     return ops.reshape(y, 0, 0, c.n_head, c.d_head), z
 
@@ -101,7 +98,7 @@ def inner_gradient(ops: Ops, c: HopeConfig, kv: str, w1: str, w2: str) -> tuple[
 def self_modifying_mixer(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str) -> tuple[str, str]:
     """Five self-modifying memories (Eqs. 83-91): normed x `[B, T, d]` -> y `[B, T, H, h]`, output gate z."""
     n, heads, h = len(MEMORIES), c.n_head, c.d_head
-    u, z = projections(ops, c, layer, x, 1)
+    u, z = projections(ops, c, layer, x)
     w1, w2 = (boundary_weights(ops, c, layer, name) for name in ("w1", "w2"))
     sources = [INPUTS.index(name) for name in ("k", "v", "g", "g", "q")]  # the last read is not used
     five = ops("Gather", u, ops.ints(*(p * heads + i for p in sources for i in range(heads))), axis=2)
@@ -109,7 +106,7 @@ def self_modifying_mixer(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str
     sizes = (2 * heads, heads, heads, heads)
     kv, eta_in, alpha_in, _ = ops.split(ops.reshape(read, 0, 0, n * heads, h), sizes, 2)
     kv = ops.unit(kv, h, c.norm_eps)
-    eta, log_alpha = gates(ops, c, call, layer, eta_in, alpha_in, h**0.5)
+    eta, log_alpha = gates(ops, c, call, layer, eta_in, alpha_in)
     pairs = ops("Transpose", ops.reshape(kv, 0, 0, 2, heads, h), perm=[0, 1, 3, 2, 4])
     gradient = inner_gradient(ops, c, ops.reshape(pairs, 0, 0, 1, heads, 2, h), w1, w2)
     k = ops("Gather", kv, ops.ints(*range(heads)), axis=2)
@@ -184,14 +181,13 @@ def cms(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str, added: str) -> 
 
     A <- A + p t^T and G <- G + p p^T are recurrences without beta, one head a level.
     """
-    f = ops.split(f"present.{layer}.cms_f", (1,) * c.n_cms, 1)
     inputs, targets = [], []
     for level in range(c.n_cms):
         normed, x = ops.add_rms(x, added, f"layers.{layer}.cms_norm.{level}:f32", c.norm_eps)
         h = ops("MatMul", normed, f"layers.{layer}.cms_in.{level}:f32")
         up, p, t = ops.split(h, (c.d_cms, c.cms_rank, c.d_model))
         p = ops.unit(p, c.cms_rank, c.norm_eps)
-        fast = ops("MatMul", p, ops.reshape(f[level], 0, c.cms_rank, c.d_model))
+        fast = ops("MatMul", p, ops("Gather", f"present.{layer}.cms_f", ops.const(level, np.int64), axis=1))
         added = ops("Add", ops("MatMul", ops.silu(up), f"layers.{layer}.cms_out.{level}:f32"), fast)
         inputs.append(p)
         targets.append(t)

@@ -88,6 +88,8 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value if isinstance(value, str) else json.dumps(value))
     Console(file=sys.stdout).print(table)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 
 import numpy as np
 import onnx
@@ -40,6 +42,17 @@ def test_a_sound_file_passes(path):
 def test_a_portable_file_passes(tmp_path):
     export_model(random_params(CONFIG), CONFIG, "{}", tmp_path / "m.onnx", portable=True)
     require(verify(tmp_path / "m.onnx"))
+
+
+def test_a_checkpoint_is_compared_in_torch(tmp_path, monkeypatch):
+    hope = pytest.importorskip("fednl_runtime.hope")
+    params = hope.parameters(hope.Hope(CONFIG))
+    export_model(params, CONFIG, "{}", tmp_path / "m.onnx")
+    stub = types.SimpleNamespace(load_checkpoint=lambda path: (CONFIG, params, "{}"))
+    monkeypatch.setitem(sys.modules, "fednl_runtime.export.checkpoint", stub)
+    report = verify(tmp_path / "m.onnx", checkpoint="any.safetensors")
+    require(report)
+    assert sum(check.name.startswith("torch: ") for check in report.checks) >= 10
 
 
 def test_a_changed_weight_is_caught_by_the_fingerprint(path):

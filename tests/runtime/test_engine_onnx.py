@@ -39,12 +39,14 @@ def tensors(engine: Engine, session_id: str) -> dict[str, Any]:
     return {**session.state.tensors, "logits": session.logits}
 
 
-@pytest.mark.parametrize(("cut", "bound"), [(1, 2e-4), (7, 2e-4), (63, 2e-4), (8, 0), (64, 0)])
+@pytest.mark.parametrize(("cut", "bound"), [(1, 2e-5), (7, 2e-5), (23, 2e-5), (8, 0), (16, 0)])
 def test_a_prompt_cut_into_two_turns_leaves_the_same_memory(engine: Engine, cut: int, bound: float) -> None:
-    # A cut between segments makes the same calls; one inside makes other lengths, which round differently.
-    whole = answer(engine, PROMPT, f"whole{cut}")
-    answer(engine, PROMPT[:cut], f"cut{cut}", SamplingParams(max_tokens=0))
-    assert answer(engine, PROMPT[cut:], f"cut{cut}") == whole
+    # A cut between segments makes the same calls; one inside makes other lengths, which round
+    # differently. Short, because random weights make a chaotic memory that multiplies any rounding.
+    prompt, silent = PROMPT[:30], SamplingParams(max_tokens=0)
+    answer(engine, prompt, f"whole{cut}", silent)
+    answer(engine, prompt[:cut], f"cut{cut}", silent)
+    answer(engine, prompt[cut:], f"cut{cut}", silent)
     other = tensors(engine, f"cut{cut}")
     for name, tensor in tensors(engine, f"whole{cut}").items():
         np.testing.assert_allclose(other[name], tensor, rtol=bound, atol=bound, err_msg=name)

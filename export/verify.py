@@ -124,7 +124,7 @@ def checkpoint_law(path: str | Path) -> tuple[str, Law]:
     from fednl_runtime.hope import Hope, to_arrays, to_tensors
     from fednl_runtime.hope_step import step
 
-    config, params, _ = load_checkpoint(path)
+    config, params, _ = load_checkpoint(Path(path))
     model = Hope(config)
     model.load_state_dict({name: torch.tensor(value) for name, value in params.items()})
 

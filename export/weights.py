@@ -17,6 +17,9 @@ RULES = ("conv", "r_eta", "b_eta", "r_alpha", "b_alpha", "cms_step", "cms_decay"
 TRANSPOSED = ("w_in", "w_out", "cms_in", "cms_out")
 """Matrices stored `[in, out]`, as MatMul reads them."""
 
+SCALARS = ("top.step", "top.decay")
+"""Parameters without an axis, which some formats keep as one of length 1."""
+
 PER_LEVEL = ("cms_norm", "cms_in", "cms_out")
 """Parameters stored as one tensor for each CMS level."""
 
@@ -37,6 +40,8 @@ def stored(params: Mapping[str, npt.NDArray[np.floating]]) -> Weights:
         value = np.asarray(value, np.float32)
         if leaf in TRANSPOSED:
             value = value.swapaxes(-1, -2)
+        if name in SCALARS:
+            value = value.reshape(())
         levels = {f"{name}.{i}": part for i, part in enumerate(value)} if leaf in PER_LEVEL else {}
         out |= levels or {rule_name(name) or name: value}
     return {name: np.ascontiguousarray(value).reshape(value.shape) for name, value in out.items()}
@@ -69,7 +74,6 @@ def fingerprint(params: Mapping[str, npt.NDArray[np.floating]], config: HopeConf
     """SHA-256 over the configuration and all weights in fp32; how a file stores them does not matter."""
     digest = hashlib.sha256(config.to_json().encode())
     for name in sorted(params):
-        value = np.ascontiguousarray(params[name], "<f4")
-        digest.update(f"{name}{list(np.shape(params[name]))}".encode())
-        digest.update(value.tobytes())
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(params[name], "<f4").tobytes())
     return digest.hexdigest()

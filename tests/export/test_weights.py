@@ -64,6 +64,13 @@ def test_the_fingerprint_does_not_depend_on_the_width_of_the_arrays():
     assert fingerprint(params, TINY) == fingerprint(wide, TINY)
 
 
+def test_a_scalar_kept_as_an_array_of_one_is_the_same_parameter():
+    params = single()
+    flat = {n: np.atleast_1d(v) for n, v in params.items()}
+    assert recovered(stored(flat))["top.step"].shape == ()
+    assert fingerprint(flat, TINY) == fingerprint(params, TINY)
+
+
 def test_the_fingerprint_sees_one_changed_weight():
     params = single()
     changed = {**params, "norm": params["norm"] + 1e-6}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("fuzz", max_examples=5_000, deadline=None, derandomize=False, print_blob=True)
+settings.register_profile("fuzz", max_examples=2_000, deadline=None, derandomize=False, print_blob=True)
 
 
 @pytest.fixture(autouse=True)

@@ -66,9 +66,9 @@ async def turn_events(
     try:
         while not isinstance(event := await next_event(inbox, keep_alive_s), Outcome):
             yield event
-        await asyncio.sleep(0)  # let a disconnect that has arrived be seen
-        if gone.done():
-            raise DisconnectedError
+            await asyncio.sleep(0)  # others have their turn, and a disconnect is seen
+            if gone.done():
+                raise DisconnectedError
         yield turn.commit(event)
     finally:
         turn.close()

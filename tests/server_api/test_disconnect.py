@@ -62,6 +62,18 @@ def test_a_client_that_leaves_rolls_its_turn_back(
     assert response.json()["session"]["version"] == 2
 
 
+def test_nothing_more_is_sent_to_a_client_that_left(
+    address: str, http: httpx.Client, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        sock = post(address, prompt="abc", stream=True, max_tokens=400)
+        assert sock.recv(10)
+        sock.close()
+        wait_idle(engine)
+    http.get("/health")
+    assert "socket.send() raised" not in caplog.text
+
+
 def test_a_client_that_leaves_during_a_long_prompt_stops_it(address: str, http: httpx.Client, engine: Engine) -> None:
     engine.backend.delay_s = 0.02
     calls = len(engine.backend.calls)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 
 import numpy as np
@@ -50,7 +49,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if not (math.isfinite(value) and low <= value <= high):
+            if not low <= value <= high:  # also if it is not a number
                 raise RequestError(f"{name} is {value}; it must lie between {low} and {high}.", name)
         if self.top_p == 0:
             raise RequestError("top_p is 0, which leaves no token to choose; use temperature 0 for greedy.", "top_p")

@@ -23,8 +23,8 @@ class Job:
     steps: Generator[Any, None, Any]
     deliver: Callable[[Any], None]
     key: str | None = None
-    deadline: float = 0.0
-    """Monotonic time after which a job that still waits for its key gives up."""
+    deadline: float | None = None
+    """Monotonic time at which the job gives up waiting for its key, once it has begun to."""
     closed: bool = False
     finished: bool = False
     holds_key: bool = False
@@ -55,7 +55,6 @@ class Scheduler:
                 raise ShuttingDownError("The engine is shutting down; try again later.")
             if len(self._waiting) >= self._queue:
                 raise QueueFullError(f"{self._queue} turns are waiting already; try again in a moment.")
-            job.deadline = time.monotonic() + self._busy_wait_s
             self._waiting.append(job)
             self._wake.notify()
 
@@ -91,25 +90,26 @@ class Scheduler:
             return None
 
     def _admit(self) -> None:
-        now = time.monotonic()
         for job in list(self._waiting):
             if job.closed:
                 self._waiting.remove(job)
             elif job.key in self._keys:
-                self._expire(job, now)
+                self._expire(job, time.monotonic())
             elif len(self._active) < self._slots:
                 self._waiting.remove(job)
                 self._active.append(job)
                 self._hold(job)
 
     def _expire(self, job: Job, now: float) -> None:
+        if job.deadline is None:
+            job.deadline = now + self._busy_wait_s
         if now >= job.deadline:
             self._waiting.remove(job)
             job.deliver(SessionBusyError(f"Another turn is still writing to session {job.key!r}; try again later."))
 
     def _patience(self) -> float | None:
         """Seconds until a waiting job gives up; None if none can."""
-        deadlines = [job.deadline for job in self._waiting if job.key in self._keys]
+        deadlines = [job.deadline for job in self._waiting if job.key in self._keys and job.deadline is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _step(self, job: Job) -> None:

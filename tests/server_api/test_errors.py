@@ -21,6 +21,7 @@ from fednl_runtime.errors import SessionNotFoundError
 from fednl_runtime.guard import NormCaps
 from fednl_runtime.server_api.errors import STATUSES, GenerationError, ModelNotFoundError, describe
 from fednl_runtime.server_api.schemas import CompletionRequest
+from fednl_runtime.server_api.streaming import sse
 
 URL = "/v1/completions"
 Serve = Callable[..., contextlib.AbstractContextManager[str]]
@@ -49,6 +50,9 @@ def check_shape(response: httpx.Response, status: int, code: str | None = None, 
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2001}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
+        *(({name: 10**400}, name) for name in ("max_tokens", "temperature", "top_k", "n", "logprobs")),
+        ({"prompt": [10**400]}, "prompt"),
+        ({"logit_bias": {"1" * 5000: 1}}, "logit_bias"),
         ({"n": 0}, "n"),
         ({"n": 33}, "n"),
         ({"n": 2, "session_id": "a"}, "n"),
@@ -203,6 +207,20 @@ def test_too_many_sessions_are_429_and_not_retried(serve: Serve) -> None:
         response = httpx.post(address + URL, json={"prompt": "a", "session_id": "b"})
         check_shape(response, 429, "session_limit")
         assert response.headers["x-should-retry"] == "false"
+
+
+def test_a_bug_of_ours_is_500_in_the_one_shape(
+    http: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "encode", None)
+    check_shape(http.post(URL, json={"prompt": "a"}), 500, "internal_error")
+
+
+def test_events_are_one_line_for_clients_that_split_at_any_line_end() -> None:
+    text = "a\u0085b\u2028c\r\nd"
+    event = sse({"text": text}).decode()
+    assert len(event.splitlines()) == 2
+    assert json.loads(event.removeprefix("data: ")) == {"text": text}
 
 
 @pytest.mark.parametrize("error", [errors.RequestError, errors.SessionBusyError, ModelNotFoundError, GenerationError])

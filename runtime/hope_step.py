@@ -33,7 +33,9 @@ def gates(layer: TensorDict, eta_in: Tensor, alpha_in: Tensor, adapt: Tensor, c:
     return eta[..., 0], log_alpha[..., 0].exp()
 
 
-def delta_mixer(u: Tensor, layer: TensorDict, state: TensorDict, adapt: Tensor, c: HopeConfig) -> tuple[Tensor, TensorDict]:
+def delta_mixer(
+    u: Tensor, layer: TensorDict, state: TensorDict, adapt: Tensor, c: HopeConfig
+) -> tuple[Tensor, TensorDict]:
     """Gated delta rule: u `[4, B, H, h]` -> y `[B, H, h]`."""
     k, v, q, g = u
     eta, alpha = gates(layer, g, g, adapt, c)
@@ -67,7 +69,9 @@ def self_modifying_mixer(
     }  # fmt: skip
 
 
-def mixer(model: Hope, x: Tensor, layer: TensorDict, state: TensorDict, adapt: Tensor, position: Tensor) -> tuple[Tensor, TensorDict]:
+def mixer(
+    model: Hope, x: Tensor, layer: TensorDict, state: TensorDict, adapt: Tensor, position: Tensor
+) -> tuple[Tensor, TensorDict]:
     """Memory mixer of one block over x `[B, d]`."""
     c = model.config
     projected = model.linear(model.rms_norm(x, layer["norm"]), layer["w_in"])
@@ -83,7 +87,9 @@ def mixer(model: Hope, x: Tensor, layer: TensorDict, state: TensorDict, adapt: T
     return model.linear(y, layer["w_out"]), {"conv": window[:, 1:], **new}
 
 
-def cms(model: Hope, x: Tensor, layer: TensorDict, state: TensorDict, adapt: Tensor, position: Tensor) -> tuple[Tensor, TensorDict]:
+def cms(
+    model: Hope, x: Tensor, layer: TensorDict, state: TensorDict, adapt: Tensor, position: Tensor
+) -> tuple[Tensor, TensorDict]:
     """Continuum Memory System of one block over x `[B, d]`."""
     c = model.config
     levels = []
@@ -99,7 +105,9 @@ def cms(model: Hope, x: Tensor, layer: TensorDict, state: TensorDict, adapt: Ten
         x = x + model.linear(F.silu(up), layer["cms_out"][i]) + left(p, f)
         weighted = adapt[:, 1:] * p
         levels.append((f, a + outer(weighted, t), g + outer(weighted, p)))
-    return x, {name: torch.stack(t, 1) for name, t in zip(("cms_f", "cms_a", "cms_g"), zip(*levels, strict=True), strict=True)}
+    return x, {
+        name: torch.stack(t, 1) for name, t in zip(("cms_f", "cms_a", "cms_g"), zip(*levels, strict=True), strict=True)
+    }
 
 
 def step(model: Hope, tokens: Tensor, state: TensorDict, adapt: Tensor | None = None) -> tuple[Tensor, TensorDict]:

@@ -60,7 +60,9 @@ def solve_writes(keys: Tensor, eta: Tensor, decay: Tensor, rhs: Tensor) -> Tenso
     return torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
 
 
-def delta(q: Tensor, k: Tensor, v: Tensor, eta: Tensor, log_alpha: Tensor, s: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def delta(
+    q: Tensor, k: Tensor, v: Tensor, eta: Tensor, log_alpha: Tensor, s: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
     """Gated delta rule, read after write: q, k, v `[B, H, T, h]`, gates `[B, H, T]`, S `[B, H, K, V]`.
 
     `chunk` sets the speed only, never the result.
@@ -142,7 +144,9 @@ def self_modifying(
     return y, {"w1_boundary": d1_boundary, "w2_boundary": d2_boundary, "w1": d1.flatten(1, 2), "w2": d2.flatten(1, 2)}
 
 
-def cms_close(f: Tensor, a: Tensor, g: Tensor, eps: Tensor, decay: Tensor, adapt: Tensor, closing: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cms_close(
+    f: Tensor, a: Tensor, g: Tensor, eps: Tensor, decay: Tensor, adapt: Tensor, closing: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """One CMS level's step for the rows in `closing [B]`; F, A `[B, r, d]`, G `[B, r, r]`."""
     slow = adapt[:, 1, None, None]
     now = closing[:, None, None] & (slow > 0)
@@ -166,7 +170,9 @@ class CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, h: Tensor, embedding: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, h: Tensor, embedding: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """h `[B, n, d]`, embedding `[V, d]` (matmul type), targets `[B, n]` -> loss `[B, n]`, g like h."""
         logits = (h.to(embedding.dtype) @ embedding.T).to(h.dtype)
         log_p = logits.log_softmax(-1)
@@ -180,7 +186,7 @@ class CrossEntropy(torch.autograd.Function):
         return loss, g
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, d_loss: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, d_loss: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
         """Gradients for h and the embedding."""
         h, g, error = ctx.saved_tensors  # type: ignore[attr-defined]
         weighted = (d_loss[..., None] * h).to(error.dtype)

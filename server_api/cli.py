@@ -21,6 +21,8 @@ COMMANDS = {
     "info": "model_commands:info",
     "export": "model_commands:export",
     "verify": "model_commands:verify",
+    "train": "learn_commands:train",
+    "eval": "learn_commands:evaluate",
     "version": "cli:version",
 }
 """Where each command lives below this package, in the order of the help."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -35,6 +36,20 @@ def tiny_tokenizer_json() -> str:
 
 TOKENIZER = Tokenizer(tiny_tokenizer_json())
 CONFIG = dataclasses.replace(TINY, vocab_size=TOKENIZER.vocab_size)
+
+
+NO_END = ((TOKENIZER.end_of_text, -100.0),)
+"""A logit bias with which an answer goes on to its last token."""
+ENDLESS = {"logit_bias": {str(token): bias for token, bias in NO_END}}
+"""The same as a field of a request."""
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait until a condition holds; fail after a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.002)
 
 
 class NumpyStream:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import CONFIG, TOKENIZER, NumpyBackend, running_engine
+from engines import CONFIG, NO_END, TOKENIZER, NumpyBackend, running_engine
 
 from fednl_runtime.engine import Engine, EngineLimits
 from fednl_runtime.errors import (
@@ -69,7 +69,7 @@ def start(engine: Engine, request: TurnRequest) -> tuple[Any, queue.SimpleQueue[
 
 def wait_for(inbox: queue.SimpleQueue[Any], kind: type) -> Any:
     """The first event of a kind."""
-    while not isinstance(event := inbox.get(timeout=10), kind):
+    while not isinstance(event := inbox.get(timeout=60), kind):
         pass
     return event
 
@@ -166,7 +166,7 @@ def test_a_turn_closed_before_it_runs_is_never_computed(engine: Engine) -> None:
 
 def test_closing_stops_the_work_within_a_step(engine: Engine) -> None:
     engine.backend.delay_s = 0.01
-    turn, inbox = start(engine, ask(PROMPT, SamplingParams(max_tokens=500), session_id="a"))
+    turn, inbox = start(engine, ask(PROMPT, SamplingParams(max_tokens=500, logit_bias=NO_END), session_id="a"))
     wait_for(inbox, TokenEvent)
     turn.close()
     done = len(engine.backend.calls)
@@ -211,7 +211,7 @@ def test_interleaved_sessions_answer_as_if_alone() -> None:
         turns = {name: start(engine, ask(p, session_id=name)) for name, p in prompts.items()}
         for name, (turn, inbox) in turns.items():
             events = []
-            while not isinstance(event := inbox.get(timeout=10), Outcome):
+            while not isinstance(event := inbox.get(timeout=60), Outcome):
                 events.append(event)
             turn.commit(event)
             assert [e.token for e in events if isinstance(e, TokenEvent)] == expected[name]
@@ -253,7 +253,7 @@ def test_a_session_that_stays_busy_is_refused_after_a_bounded_wait() -> None:
 def test_a_full_queue_is_refused_at_once() -> None:
     with running_engine(EngineLimits(slots=1, queue=2)) as engine:
         engine.backend.delay_s = 0.01
-        running, inbox = start(engine, ask(PROMPT, SamplingParams(max_tokens=200)))
+        running, inbox = start(engine, ask(PROMPT, SamplingParams(max_tokens=200, logit_bias=NO_END)))
         wait_for(inbox, PromptEvent)
         waiting = [start(engine, ask())[0] for _ in range(2)]
         with pytest.raises(QueueFullError):
@@ -289,7 +289,7 @@ def test_a_session_deleted_while_a_turn_runs_stays_deleted(engine: Engine) -> No
 def test_shutdown_ends_every_turn_with_an_error() -> None:
     with running_engine(EngineLimits(slots=1)) as engine:
         engine.backend.delay_s = 0.01
-        inboxes = [start(engine, ask(PROMPT, SamplingParams(max_tokens=300)))[1] for _ in range(3)]
+        inboxes = [start(engine, ask(PROMPT, SamplingParams(max_tokens=300, logit_bias=NO_END)))[1] for _ in range(3)]
         wait_for(inboxes[0], PromptEvent)
         engine.shutdown()
         for inbox in inboxes:

@@ -61,7 +61,7 @@ def test_neighbours_do_not_change_a_bit(engine: Engine) -> None:
         turns[name] = engine.start(TurnRequest(PROMPT[i:], PARAMS, name), inbox.put), inbox
     for name, (turn, inbox) in turns.items():
         tokens = []
-        while not isinstance(event := inbox.get(timeout=20), Outcome):
+        while not isinstance(event := inbox.get(timeout=60), Outcome):
             tokens += [event.token] if isinstance(event, TokenEvent) else []
         turn.commit(event)
         assert tokens == alone[name]

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from engines import running_engine
+from engines import ENDLESS, running_engine, until
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.errors import SessionNotFoundError
@@ -26,7 +26,7 @@ def post(address: str, **body: object) -> socket.socket:
     url = urlsplit(address)
     assert url.hostname
     assert url.port
-    data = json.dumps(body).encode()
+    data = json.dumps({**ENDLESS, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
     sock = socket.create_connection((url.hostname, url.port), timeout=10)
     sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
@@ -35,10 +35,7 @@ def post(address: str, **body: object) -> socket.socket:
 
 def wait_idle(engine: Engine) -> int:
     """Wait until no turn runs; return the number of calls the model has had."""
-    deadline = time.monotonic() + 5
-    while engine.scheduler._active or engine.scheduler._keys:
-        assert time.monotonic() < deadline, "the turn goes on"
-        time.sleep(0.005)
+    until(lambda: not (engine.scheduler._active or engine.scheduler._keys))
     return len(engine.backend.calls)
 
 
@@ -52,8 +49,7 @@ def test_a_client_that_leaves_rolls_its_turn_back(
     engine.backend.delay_s = 0.005
     calls = len(engine.backend.calls)
     sock = post(address, prompt="abc", session_id=name, stream=stream, max_tokens=1500)
-    while len(engine.backend.calls) < calls + 5:
-        time.sleep(0.001)
+    until(lambda: len(engine.backend.calls) >= calls + 5)
     sock.close()
     assert wait_idle(engine) < calls + 500
     assert engine.sessions.get(name) is before
@@ -78,8 +74,7 @@ def test_a_client_that_leaves_during_a_long_prompt_stops_it(address: str, http: 
     engine.backend.delay_s = 0.02
     calls = len(engine.backend.calls)
     sock = post(address, prompt=[1] * 490, session_id="long", max_tokens=1)
-    while len(engine.backend.calls) < calls + 2:
-        time.sleep(0.001)
+    until(lambda: len(engine.backend.calls) >= calls + 2)
     sock.close()
     assert wait_idle(engine) < calls + 30
     with pytest.raises(SessionNotFoundError):
@@ -89,11 +84,9 @@ def test_a_client_that_leaves_during_a_long_prompt_stops_it(address: str, http: 
 def test_a_client_that_leaves_while_it_waits_is_forgotten(address: str, http: httpx.Client, engine: Engine) -> None:
     engine.backend.delay_s = 0.005
     first = post(address, prompt="abc", session_id="w", max_tokens=1500)
-    while not engine.scheduler._keys:
-        time.sleep(0.001)
+    until(lambda: engine.scheduler._keys)
     second = post(address, prompt="abc", session_id="w", max_tokens=1)
-    while not engine.scheduler._waiting:
-        time.sleep(0.001)
+    until(lambda: engine.scheduler._waiting)
     second.close()
     first.close()
     wait_idle(engine)
@@ -114,7 +107,7 @@ def test_silence_is_kept_alive_by_comments(serve: Serve) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_curl_shows_a_stream_as_it_comes(address: str, http: httpx.Client, engine: Engine) -> None:
     engine.backend.delay_s = 0.02
-    body = json.dumps({"prompt": "abc", "max_tokens": 40, "stream": True})
+    body = json.dumps({"prompt": "abc", "max_tokens": 40, "stream": True, **ENDLESS})
     command = ["curl", "-sN", f"{address}/v1/completions", "-H", "content-type: application/json", "-d", body]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:
         assert curl.stdout

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from engines import TOKENIZER, running_engine
+from engines import ENDLESS, TOKENIZER, running_engine, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -178,27 +178,34 @@ def test_a_breach_is_500_and_says_so(serve: Serve) -> None:
         check_shape(response, 500, "memory_breach")
 
 
-def test_a_full_queue_is_429_and_a_busy_session_409(http: httpx.Client, address: str, engine: Engine) -> None:
+@contextlib.contextmanager
+def long_request(engine: Engine, address: str, **fields: Any) -> Iterator[None]:
+    """A request that runs, slowly, until the block ends."""
     engine.backend.delay_s = 0.01
-    long = {"prompt": "a", "max_tokens": 150, "session_id": "busy"}
-    first = threading.Thread(target=httpx.post, args=(address + URL,), kwargs={"json": long, "timeout": 20})
-    first.start()
-    while not engine.scheduler._keys:
-        pass
-    busy = http.post(URL, json={"prompt": "a", "session_id": "busy"})
-    check_shape(busy, 409, "session_busy")
-    assert busy.headers["retry-after"]
-    waiting = [threading.Thread(target=httpx.post, args=(address + URL,), kwargs={"json": long}) for _ in range(2)]
-    for thread in waiting:
-        thread.start()
-    while len(engine.scheduler._waiting) < 2:
-        pass
-    full = http.post(URL, json={"prompt": "a"})
-    check_shape(full, 429, "queue_full")
-    assert full.headers["retry-after"]
+    body = {"prompt": "a", "max_tokens": 1500, **ENDLESS, **fields}
+    thread = threading.Thread(target=httpx.post, args=(address + URL,), kwargs={"json": body, "timeout": 120})
+    thread.start()
+    yield
     engine.backend.delay_s = 0.0
-    for thread in (first, *waiting):
-        thread.join(20)
+    thread.join(60)
+
+
+def test_a_session_that_stays_busy_is_409(http: httpx.Client, address: str, engine: Engine) -> None:
+    with long_request(engine, address, session_id="busy"):
+        until(lambda: engine.scheduler._keys)
+        response = http.post(URL, json={"prompt": "a", "session_id": "busy"})
+        check_shape(response, 409, "session_busy")
+        assert response.headers["retry-after"]
+
+
+def test_a_full_queue_is_429(http: httpx.Client, address: str, engine: Engine) -> None:
+    with contextlib.ExitStack() as running:
+        for _ in range(4):
+            running.enter_context(long_request(engine, address))
+        until(lambda: (len(engine.scheduler._active), len(engine.scheduler._waiting)) == (2, 2))
+        response = http.post(URL, json={"prompt": "a"})
+        check_shape(response, 429, "queue_full")
+        assert response.headers["retry-after"]
 
 
 def test_too_many_sessions_are_429_and_not_retried(serve: Serve) -> None:

@@ -53,7 +53,8 @@ class Scheduler:
         with self._wake:
             if self._closed:
                 raise ShuttingDownError("The engine is shutting down; try again later.")
-            if len(self._waiting) >= self._queue:
+            # Counted together: a burst may arrive before the thread has filled its slots.
+            if len(self._waiting) + len(self._active) >= self._queue + self._slots:
                 raise QueueFullError(f"{self._queue} turns are waiting already; try again in a moment.")
             self._waiting.append(job)
             self._wake.notify()

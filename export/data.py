@@ -87,8 +87,8 @@ def load_source(path: Path, tokenizer_json: str, cache: Path, held_out: int) -> 
         cache.mkdir(parents=True, exist_ok=True)
         np.save(cached, encode_documents(Tokenizer(tokenizer_json), read_text(path)).astype(np.uint16))
     tokens = np.load(cached, mmap_mode="r")
-    held_out = min(held_out, len(tokens) // 10)
-    return Source(path.parent.name, path.name.split(".")[0], tokens[:-held_out], tokens[-held_out:])
+    split = len(tokens) - min(held_out, len(tokens) // 10)
+    return Source(path.parent.name, path.name.split(".")[0], tokens[:split], tokens[split:])
 
 
 def domain_weights(sources: list[Source]) -> npt.NDArray[np.float64]:
@@ -96,7 +96,7 @@ def domain_weights(sources: list[Source]) -> npt.NDArray[np.float64]:
     sizes = np.array([len(s.train) for s in sources], float)
     domains = np.array([s.domain for s in sources])
     totals = np.array([sizes[domains == d].sum() for d in domains])
-    weights = np.sqrt(totals) * sizes / totals
+    weights = np.sqrt(totals) * sizes / np.maximum(totals, 1)
     return weights / weights.sum()
 
 
@@ -117,7 +117,9 @@ class Lanes:
         self.source, self.offset, self.left = (np.zeros(batch, np.int64) for _ in range(3))
 
     def begin(self, lane: int, window: int) -> None:
-        """Give the lane a new source and place."""
+        """Give the lane a new source and place. Raises FednlError if no source is longer than a window."""
+        if all(len(s.train) <= window for s in self.sources):
+            raise FednlError(f"No source has more than {window} tokens to train on. Add text.")
         i = int(self.rng.choice(len(self.sources), p=self.weights))
         self.source[lane] = i
         self.offset[lane] = self.rng.choice(self.starts[i])

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -181,10 +182,15 @@ class Trainer:
         """Continue from `resume.pt`.
 
         Raises:
-            CheckpointError: the file belongs to a model of another configuration.
+            CheckpointError: the file is damaged or belongs to a model of another configuration.
         """
-        content = torch.load(self.folder / "resume.pt", weights_only=True)
-        if content["config"] != self.config.to_json():
+        path = self.folder / "resume.pt"
+        try:
+            content = torch.load(path, weights_only=True)
+            config = content["config"]
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged. Remove it to train from the start.") from error
+        if config != self.config.to_json():
             raise CheckpointError(f"{self.folder} holds a run of another configuration. Choose another folder.")
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
@@ -195,8 +201,13 @@ class Trainer:
 
 
 def validate(model: Hope, sources: list[Source], length: int = 8192, window: int = 512) -> dict[str, float]:
-    """Streaming cross-entropy in nats a token on each source's held-out tail, memory carried throughout."""
+    """Streaming cross-entropy in nats a token on each source's held-out tail, memory carried throughout.
+
+    Sources whose tail has no more than `length` tokens are left out.
+    """
     usable = [s for s in sources if len(s.validation) > length]
+    if not usable:
+        return {}
     tokens = torch.from_numpy(np.stack([s.validation[: length + 1].astype(np.int64) for s in usable]))
     state = model.zeros(len(usable))
     total = torch.zeros(len(usable))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import re
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ def read_text(path: Path) -> str:
 
 def documents(text: str) -> list[str]:
     """The documents of a text: what stands between lines that hold the end-of-text marker."""
-    return [d.strip("\n") for d in text.split(f"\n{END_OF_TEXT}\n") if d.strip()]
+    parts = re.split(rf"^{re.escape(END_OF_TEXT)}\r?$", text, flags=re.MULTILINE)
+    return [d.strip("\r\n") for d in parts if d.strip()]
 
 
 def encode_documents(tokenizer: Tokenizer, text: str) -> Tokens:

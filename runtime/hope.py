@@ -267,12 +267,15 @@ class Hope(nn.Module):
         eps and lambda are meta-learned to first order.
         """
         c = self.config
-        assert tokens.shape[1] % c.top_period == 0, "the loss needs whole chunks of the top level"
-        assert not (state["position"] % c.top_period).any(), "the loss starts at a chunk of the top level"
         adapt = self.adapt(len(tokens))
         h, new = self.body(tokens, state, adapt)
-        p = unit(h @ self.top.p.T, c.norm_eps)
+        new |= {"position": state["position"] + tokens.shape[1]}
         embedding = self.embedding if self.compute is None else self.embedding.to(self.compute)
+        if not c.top_rank:
+            return rec.CrossEntropy.apply(h, embedding, targets)[0], new
+        assert tokens.shape[1] % c.top_period == 0, "the loss needs whole chunks of the top level"
+        assert not (state["position"] % c.top_period).any(), "the loss starts at a chunk of the top level"
+        p = unit(h @ self.top.p.T, c.norm_eps)
         rates = self.top_rates()
         everyone = torch.ones(len(tokens), dtype=torch.bool, device=h.device)
         f = self.top_close(state, tokens[:, 0], adapt, everyone)
@@ -286,7 +289,7 @@ class Hope(nn.Module):
             if start == chunks[-1]:
                 new |= {"top.f": f} | self.pending(read, keys, tokens[:, piece], adapt)
             f = rec.top_step(f, keys.transpose(1, 2) @ g, *rates, adapt, everyone)
-        return torch.cat(losses, 1), new | {"position": state["position"] + tokens.shape[1]}
+        return torch.cat(losses, 1), new
 
 
 def to_tensors(state: MemoryState) -> TensorDict:

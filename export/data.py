@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fednl_runtime.corpus import encode_documents, read_text
 from fednl_runtime.errors import FednlError
+from fednl_runtime.export.checkpoint import write_atomically
 from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer
 
 TOKENIZER_SAMPLE = 2_000_000
@@ -65,8 +67,8 @@ def tokenizer_of(folder: Path, sources: list[Path], vocab_size: int) -> str:
     path = folder / "tokenizer.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(train_tokenizer(sources, vocab_size))
-    return path.read_text()
+        write_atomically(path, train_tokenizer(sources, vocab_size).encode())
+    return path.read_text("utf-8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,9 @@ def load_source(path: Path, tokenizer_json: str, cache: Path, held_out: int) -> 
     cached = cache / f"{path.parent.name}-{path.name.split('.')[0]}-{digest}.npy"
     if not cached.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        np.save(cached, encode_documents(Tokenizer(tokenizer_json), read_text(path)).astype(np.uint16))
+        buffer = io.BytesIO()
+        np.save(buffer, encode_documents(Tokenizer(tokenizer_json), read_text(path)).astype(np.uint16))
+        write_atomically(cached, buffer.getvalue())
     tokens = np.load(cached, mmap_mode="r")
     split = len(tokens) - min(held_out, len(tokens) // 10)
     return Source(path.parent.name, path.name.split(".")[0], tokens[:split], tokens[split:])

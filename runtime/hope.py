@@ -262,7 +262,7 @@ class Hope(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, state: TensorDict) -> tuple[Tensor, TensorDict]:
         """Next-token cross-entropy `[B, T]` in nats, and the next state, at the cost of one softmax.
 
-        Positions and T must be multiples of `top_period`: then each chunk's gradient at h', which the
+        With a top level, positions and T must be multiples of `top_period`: then each chunk's gradient at h', which the
         loss needs anyway, is the one that the top level learns from. It counts as a constant, so P,
         eps and lambda are meta-learned to first order.
         """

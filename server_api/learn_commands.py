@@ -41,7 +41,10 @@ def progress_bar(*columns: str) -> Iterator[Progress]:
 @click.argument("corpus", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--output", type=FOLDER, default=Path("runs/hope"), show_default=True, help="Folder of the run.")
 @click.option("--hours", default=2.0, show_default=True, help="Time to train; a run in the same folder goes on.")
-@click.option("--vocab-size", default=4096, show_default=True, help="Tokens of the tokenizer trained on the corpus.")
+@click.option(
+    "--vocab-size", type=click.IntRange(257, 65536), default=4096, show_default=True,
+    help="Tokens of the tokenizer trained on the corpus.",
+)  # fmt: skip
 @click.option("--layers", default="delta,delta,self_modifying,delta", show_default=True, help="Profile of each block.")
 @click.option("--d-model", default=256, show_default=True, help="Width of the model.")
 @click.option("--without", multiple=True, help="Domain to leave out; may be repeated.")
@@ -122,10 +125,10 @@ def evaluate_files(
     with progress_bar() as bar:
         for file in files:
             tokens = encode_documents(tokenizer, read_text(file))
-            if len(tokens) < 2:
-                raise RequestError(f"{file} holds no text to evaluate.")
-            task = bar.add_task(file.name, total=ev.work(len(tokens) - 1))
             num_bytes = len(tokenizer.decode_bytes(tokens[1:].tolist()))
+            if not num_bytes:
+                raise RequestError(f"{file} holds no text to evaluate. Give one of a few thousand words.")
+            task = bar.add_task(file.name, total=ev.work(len(tokens) - 1))
             arms = ev.evaluate(backend, tokens, num_bytes, lambda n, task=task: bar.advance(task, n))  # type: ignore[misc]
             yield file.name, len(tokens), arms
 

@@ -150,13 +150,17 @@ class Trainer:
         self.step, self.tokens, self.seconds = self.step + 1, self.tokens + count, self.seconds + elapsed
         return Progress(self.step, self.tokens, self.seconds, loss, rate, norm, count / elapsed)
 
+    def source_names(self) -> list[str]:
+        """`DOMAIN/SOURCE` of every source, in order."""
+        return [f"{s.domain}/{s.name}" for s in self.sources]
+
     def summary(self) -> dict[str, Any]:
         """What a checkpoint says about its training."""
         return {
             "step": self.step,
             "tokens": self.tokens,
             "seconds": round(self.seconds),
-            "sources": [f"{s.domain}/{s.name}" for s in self.sources],
+            "sources": self.source_names(),
             "settings": dataclasses.asdict(self.settings),
         }
 
@@ -167,6 +171,7 @@ class Trainer:
         )
         content = {
             "config": self.config.to_json(),
+            "sources": self.source_names(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "state": self.state,
@@ -182,7 +187,7 @@ class Trainer:
         """Continue from `resume.pt`.
 
         Raises:
-            CheckpointError: the file is damaged or belongs to a model of another configuration.
+            CheckpointError: the file is damaged or belongs to a run of another configuration or on other sources.
         """
         path = self.folder / "resume.pt"
         try:
@@ -192,6 +197,8 @@ class Trainer:
             raise CheckpointError(f"{path} is damaged. Remove it to train from the start.") from error
         if config != self.config.to_json():
             raise CheckpointError(f"{self.folder} holds a run of another configuration. Choose another folder.")
+        if content.get("sources", self.source_names()) != self.source_names():  # older files do not say
+            raise CheckpointError(f"{self.folder} holds a run on other sources. Choose another folder.")
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         self.state = content["state"]

@@ -107,6 +107,12 @@ def test_a_run_of_another_configuration_is_not_resumed(tmp_path):
         trainer(tmp_path, dataclasses.replace(CONFIG, d_cms=9))
 
 
+def test_a_run_on_other_sources_is_not_resumed(tmp_path):
+    trainer(tmp_path, sources=[source(), source(7)]).save()
+    with pytest.raises(CheckpointError, match="other sources"):
+        trainer(tmp_path)
+
+
 @pytest.mark.parametrize("damage", ["empty", "garbage", "cut", "foreign"])
 def test_a_damaged_run_is_not_resumed(damage, tmp_path):
     trainer(tmp_path).save()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import onnx
 
 from fednl_runtime import reference
+from fednl_runtime.backend import segments
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.errors import VerificationError
 from fednl_runtime.export.weights import Weights, fingerprint, recovered
@@ -20,6 +21,9 @@ from fednl_runtime.state import Array, MemoryState, Tokens
 
 BOUND = 1e-4
 """Largest absolute difference in fp32, logits and states."""
+
+LONG = 2048
+"""Tokens of the long stream: enough for an unstable memory to blow a rounding error up."""
 
 ADAPTS = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.5, 0.5))
 Outcome = tuple[Array, MemoryState]
@@ -89,7 +93,7 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, bound: float 
     tensors: dict[str, float] = {}
     for case in cases(backend):
         checks += judged(case, backend, laws, bound, tensors)
-    return Report((*checks, frozen(backend), restored(backend)), tensors)
+    return Report((*checks, frozen(backend), restored(backend), reread(backend, bound)), tensors)
 
 
 def require(report: Report) -> None:
@@ -243,3 +247,18 @@ def restored(backend: OnnxBackend) -> Check:
         again = backend.open(saved).feed(tokens[:, i : i + 1], reference.ADAPT)
         worst = max(worst, float(np.abs(logits - again).max()))
     return Check("save and restore anywhere", worst, 0)
+
+
+def reread(backend: OnnxBackend, bound: float) -> Check:
+    """The model's own text, written token by token, read back in whole segments: the same logits."""
+    rng = np.random.default_rng(3)
+    writing = backend.open(MemoryState.zeros(backend.config))
+    tokens, written = [0], []
+    for _ in range(LONG):
+        written.append(writing.feed(np.array([tokens[-1:]]), reference.ADAPT)[0, 0].copy())
+        noise = rng.gumbel(size=len(written[-1]))
+        tokens.append(int(np.argmax(written[-1] + noise)))
+    whole = np.array([tokens[:-1]])
+    cuts = tuple(part.stop - part.start for part in segments(0, LONG, backend.segment))
+    read, _ = stream(backend, Case("reread", whole, MemoryState.zeros(backend.config), reference.ADAPT, cuts))
+    return Check(f"{LONG:,} tokens of its own text, read back", float(np.abs(read[0] - np.stack(written)).max()), bound)

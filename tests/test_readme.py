@@ -7,12 +7,14 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from engines import write_tiny_model
 
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.server_api import openai_routes, session_routes
@@ -20,17 +22,21 @@ from fednl_runtime.server_api.serve_command import serve
 from fednl_runtime.state import state_bytes
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CHEAP = (["fednl-runtime", "version"], ["fednl-runtime", "info"])
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+CHEAP = ("version", "info", "complete", "chat")
+PROGRAM = Path(sys.executable).with_name("fednl-runtime")
+"""The console script next to this interpreter."""
+
 MODELS = sorted((ROOT / "runtime/models").glob("*.onnx"))
 PORT = next(option.default for option in serve.params if option.name == "port")
 ROUTES = [route.path for routes in (openai_routes, session_routes) for route in routes.router.routes]
 
 
-def commands() -> list[str]:
+def commands(pages: list[Path] = PAGES) -> list[str]:
     """Each command of each `sh` block, continuation lines joined, `a && b` split."""
     found = []
-    for page in PAGES:
+    for page in pages:
         for block in re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
             lines = block.replace("\\\n", " ").splitlines()
             found += [part.strip() for line in lines if line.strip() for part in line.split(" && ")]
@@ -45,8 +51,8 @@ def words_of(command: str) -> list[str]:
     return words
 
 
-def calls_of(program: str) -> list[list[str]]:
-    return [words for command in commands() if (words := words_of(command)) and words[0] == program]
+def calls_of(program: str, pages: list[Path] = PAGES) -> list[list[str]]:
+    return [words for command in commands(pages) if (words := words_of(command)) and words[0] == program]
 
 
 def text_id(value: object) -> str:
@@ -54,9 +60,8 @@ def text_id(value: object) -> str:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The console script next to this interpreter."""
-    program = Path(sys.executable).with_name("fednl-runtime")
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120)
+    """A command with nothing to read on its standard input."""
+    return subprocess.run([PROGRAM, *arguments], input="", capture_output=True, text=True, timeout=120)
 
 
 @functools.cache
@@ -79,12 +84,31 @@ def test_a_documented_subcommand_has_help_that_names_its_options(words):
     assert [option for option in options if option not in text] == []
 
 
-@pytest.mark.parametrize("words", [words for words in calls_of("fednl-runtime") if words in CHEAP], ids=text_id)
+@pytest.mark.parametrize("words", [words for words in calls_of("fednl-runtime") if words[1] in CHEAP], ids=text_id)
 def test_a_cheap_command_runs(words):
-    if words[1] == "info" and not MODELS:
+    if words[1] != "version" and not MODELS:
         pytest.skip("no model is shipped")
     result = run(*words[1:])
     assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(name="port", scope="module")
+def port_fixture(tmp_path_factory):
+    """The port of a server on a tiny model."""
+    model = write_tiny_model(tmp_path_factory.mktemp("models") / "tiny.onnx")
+    command = [PROGRAM, "serve", str(model), "--port", "0", "--threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        yield next(found[1] for line in server.stderr if (found := re.search(r"127\.0\.0\.1:(\d+)", line)))
+        server.terminate()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_curl_examples_of_a_page_work_one_after_the_other(page, port):
+    for words in calls_of("curl", [page]):
+        here = [word.replace(f":{PORT}/", f":{port}/") for word in words]
+        result = subprocess.run([*here, "-sS", "--fail-with-body"], capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("words", calls_of("curl"), ids=text_id)
@@ -101,8 +125,8 @@ def test_a_curl_example_calls_a_route_of_this_server_with_json(words):
 @pytest.mark.parametrize("words", calls_of("pip"), ids=text_id)
 def test_a_pip_line_installs_this_project_with_extras_it_has(words):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    target = re.fullmatch(r"(?:\.|fednl-runtime)(?:\[(.*)])?", words[-1])
-    assert target, f"{words[-1]} is not this project"
+    target = re.fullmatch(r"\.(?:\[(.*)])?", words[-1])
+    assert target, f"{words[-1]} is not a clone of this project, and nothing else is published"
     assert set((target[1] or "").split(",")) - {""} <= set(project["optional-dependencies"])
 
 
@@ -117,6 +141,11 @@ def test_the_image_and_its_documentation_use_the_port_of_the_server():
 def test_links_between_files_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_the_readme_leads_to_every_page(page):
+    assert f"(docs/{page.name})" in (ROOT / "README.md").read_text()
 
 
 def test_ci_script_is_there_to_be_run():

@@ -31,6 +31,9 @@ EXIT_CODES: Mapping[type[FednlError], int] = {RequestError: 2, ModelFileError: 3
 """Exit codes by error; 0 is success, 1 any other failure, 2 also wrong usage, 130 an interrupt."""
 INTERRUPTED = 130
 
+EXTRAS = {"onnx": "export", "torch": "export"}
+"""The extra that a library comes with, for those that serving does without."""
+
 
 class LazyGroup(click.Group):
     """A group that imports the module of a command when the command is asked for."""
@@ -49,9 +52,15 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an error of ours becomes one sentence and an exit code."""
+        """Run a command; an error of ours, or a missing extra, becomes one sentence and an exit code."""
         try:
             return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            extra = EXTRAS[error.name]
+            click.echo(f"Error: This needs {error.name}: pip install 'fednl-runtime[{extra}]'.", err=True)
+            ctx.exit(1)
         except FednlError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1))

@@ -20,6 +20,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 from engines import write_tiny_model
+from timing import load_factor, within
 
 import fednl_runtime
 from fednl_runtime import errors
@@ -63,10 +64,10 @@ def read_address(process: subprocess.Popen[str]) -> str:
 
 
 def test_the_first_token_comes_within_three_seconds_of_the_launch(model: Path) -> None:
-    begin = time.monotonic()
-    with server(model) as (_, address), openai.OpenAI(base_url=f"{address}/v1", api_key="x") as client:
+    with contextlib.ExitStack() as stack, within(3):
+        _, address = stack.enter_context(server(model))
+        client = stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", api_key="x"))
         next(iter(client.completions.create(model="tiny", prompt="hello", stream=True)))
-        assert time.monotonic() - begin < 3
 
 
 def test_a_served_model_file_learns_in_a_session(model: Path) -> None:
@@ -90,7 +91,7 @@ def test_a_server_that_is_told_to_stop_exits_cleanly(model: Path, number: int, c
     with server(model) as (process, address):
         httpx.post(f"{address}/v1/completions", json={"prompt": "a"})
         process.send_signal(number)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (code, "")
         assert "Traceback" not in err
 
@@ -98,11 +99,11 @@ def test_a_server_that_is_told_to_stop_exits_cleanly(model: Path, number: int, c
 def test_an_answer_does_not_wait_for_a_delayed_acknowledgement(model: Path) -> None:
     with server(model) as (_, address), httpx.Client(base_url=address) as http_client:
         times = []
-        for _ in range(9):
+        for _ in range(30):  # the kernel acknowledges the first packets of a connection at once
             begin = time.monotonic()
             http_client.get("/health")
             times.append(time.monotonic() - begin)
-        assert sorted(times)[4] < 0.03
+        assert min(times[-10:]) < 0.03  # a delay of 40 ms would be in each of them
 
 
 def test_a_server_with_a_key_asks_for_it(model: Path) -> None:
@@ -210,6 +211,16 @@ def test_exit_codes_follow_the_table(error: BaseException, code: int, monkeypatc
     assert invoke("fail").exit_code == code
 
 
+@pytest.mark.parametrize(
+    ("args", "library"), [(["verify"], "onnx"), (["export", "m.safetensors"], "onnx"), (["train", "."], "torch")]
+)
+def test_a_command_whose_extra_is_not_installed_says_how_to_install_it(args: list[str], library: str) -> None:
+    hidden = f"import sys; sys.modules[{library!r}] = None; {COMMAND[-1]}"
+    result = subprocess.run([sys.executable, "-c", hidden, *args], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"Error: This needs {library}: pip install 'fednl-runtime[export]'.\n"
+
+
 def test_every_command_exists_and_has_help() -> None:
     for name in COMMANDS:
         result = invoke(name, "--help")
@@ -223,7 +234,7 @@ def test_help_comes_within_half_a_second() -> None:
         subprocess.run([*COMMAND, "--help"], check=True, capture_output=True)
         return time.monotonic() - begin
 
-    assert min(timed() for _ in range(3)) < 0.5
+    assert min(timed() for _ in range(3)) < 0.5 * load_factor()
 
 
 def test_version_tells_what_is_installed() -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("fuzz", max_examples=2_000, deadline=None, derandomize=False, print_blob=True)
+# The laws of property tests are not about time: a machine that is busy with something else must not break them.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+settings.register_profile(
+    "fuzz", settings.get_profile("patient"), max_examples=2_000, derandomize=False, print_blob=True
+)
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ def serving(engine: Engine, keep_alive_s: float = 15.0, **options: Any) -> Itera
         thread.start()
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.fixture(name="serve")
@@ -55,7 +55,7 @@ def address_fixture(engine: Engine) -> Iterator[str]:
 @pytest.fixture(name="http")
 def http_fixture(address: str, engine: Engine) -> Iterator[httpx.Client]:
     engine.backend.delay_s, engine.backend.fail_at = 0.0, None
-    with httpx.Client(base_url=address, timeout=20) as client:
+    with httpx.Client(base_url=address, timeout=60) as client:
         yield client
 
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from engines import ENDLESS, running_engine, until
+from timing import within
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.errors import SessionNotFoundError
@@ -28,7 +29,7 @@ def post(address: str, **body: object) -> socket.socket:
     assert url.port
     data = json.dumps({**ENDLESS, **body}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
-    sock = socket.create_connection((url.hostname, url.port), timeout=10)
+    sock = socket.create_connection((url.hostname, url.port), timeout=60)
     sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
     return sock
 
@@ -125,9 +126,8 @@ def test_a_stopping_server_does_not_wait_for_an_open_stream(serve: Serve) -> Non
         with serve(engine) as address:
             sock = post(address, prompt="abc", session_id="a", stream=True, max_tokens=2000)
             sock.recv(10)
-        begin = time.monotonic()
-        wait_idle(engine)
-        assert time.monotonic() - begin < 2
+        with within(2):
+            wait_idle(engine)
         sock.close()
         with pytest.raises(SessionNotFoundError):
             engine.sessions.get("a")

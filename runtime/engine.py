@@ -74,6 +74,21 @@ class Engine:
         self.sessions = SessionStore(backend.config, max(1, self.limits.session_bytes // session_bytes))
         self.scheduler = Scheduler(self.limits.slots, self.limits.queue, self.limits.busy_wait_s)
 
+    def check(self, request: TurnRequest) -> None:
+        """Raise RequestError if `start` would: a token or a length the model cannot serve."""
+        limits, vocab = self.limits, self.backend.config.vocab_size
+        if len(request.prompt) > limits.max_prompt_tokens:
+            raise RequestError(
+                f"The prompt has {len(request.prompt)} tokens; send at most {limits.max_prompt_tokens} a turn.",
+                "prompt",
+            )
+        if request.params.max_tokens > limits.max_tokens:
+            raise RequestError(f"max_tokens is {request.params.max_tokens}; at most {limits.max_tokens}.", "max_tokens")
+        if not all(0 <= token < vocab for token in request.prompt):
+            raise RequestError(f"The prompt holds a token id outside 0 to {vocab - 1}.", "prompt")
+        if not all(0 <= token < vocab for token, _ in request.params.logit_bias):
+            raise RequestError(f"logit_bias names a token id outside 0 to {vocab - 1}.", "logit_bias")
+
     def start(self, request: TurnRequest, deliver: Callable[[Any], None]) -> Turn:
         """Queue a turn and return at once.
 
@@ -84,7 +99,7 @@ class Engine:
             RequestError: a token or a length the model cannot serve.
             QueueFullError: too many turns wait already.
         """
-        self._check(request)
+        self.check(request)
         job = Job(self._steps(request), deliver, request.session_id if request.writes else None)
         self.scheduler.submit(job)
         return Turn(self, job)
@@ -121,17 +136,3 @@ class Engine:
             self.sessions.check_room(request.session_id)
         base: Session = self.sessions.open(request.session_id)
         return (yield from run_turn(self.backend, self.tokenizer, base, request, self.caps))
-
-    def _check(self, request: TurnRequest) -> None:
-        limits, vocab = self.limits, self.backend.config.vocab_size
-        if len(request.prompt) > limits.max_prompt_tokens:
-            raise RequestError(
-                f"The prompt has {len(request.prompt)} tokens; send at most {limits.max_prompt_tokens} a turn.",
-                "prompt",
-            )
-        if request.params.max_tokens > limits.max_tokens:
-            raise RequestError(f"max_tokens is {request.params.max_tokens}; at most {limits.max_tokens}.", "max_tokens")
-        if not all(0 <= token < vocab for token in request.prompt):
-            raise RequestError(f"The prompt holds a token id outside 0 to {vocab - 1}.", "prompt")
-        if not all(0 <= token < vocab for token, _ in request.params.logit_bias):
-            raise RequestError(f"logit_bias names a token id outside 0 to {vocab - 1}.", "logit_bias")

@@ -111,6 +111,8 @@ async def make_plan(engine: Engine, body: CompletionRequest, request: Request) -
         raise RequestError("A turn that learns has one prompt and one answer; set n to 1 or learn to false.", "n")
     tokens = await asyncio.to_thread(encode, engine, prompts)
     turns = [dataclasses.replace(turn, prompt=prompt, choice=i) for prompt in tokens for i in range(n)]
+    for each in turns:  # before the first one answers, so that a stream does not end in a refusal
+        engine.check(each)
     include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
     headers = {} if turn.session_id is None else {SESSION_HEADER: turn.session_id}
     return Plan(turns, n, bool(body.echo), include_usage, headers)

@@ -40,6 +40,7 @@ SHELL = "server_api/cli.py server_api/*_command.py server_api/*_commands.py serv
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 SOURCES = [path for path in FILES if path.relative_to(ROOT).parts[0] in PACKAGES]
+MODELS = sorted((ROOT / "runtime/models").glob("*.onnx"))
 LIGHT = [path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem not in ("__init__", *HEAVY)]
 
 
@@ -144,13 +145,37 @@ def test_everything_public_says_what_it_does(path):
     assert [node.name for node in public if not ast.get_docstring(node)] == []
 
 
-def test_every_imported_library_is_a_declared_dependency():
+def libraries(*extras: str) -> set[str]:
+    """What the project depends on, with some extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [line for name in ("export", "gpu", "plots") for line in project["optional-dependencies"][name]]
-    declared = {re.split(r"[<>=]", line)[0] for line in (*project["dependencies"], *extras)}
-    declared |= {"fednl-runtime", "pydantic", "starlette"}  # the last two are FastAPI's own vocabulary
-    used = {module.split(".")[0] for path in SOURCES for module, _ in imports_of(path)} - sys.stdlib_module_names
-    assert {name.replace("_", "-") for name in used} <= declared
+    lines = [*project["dependencies"], *(line for name in extras for line in project["optional-dependencies"][name])]
+    return {re.split(r"[<>=[]", line)[0] for line in lines} - {"fednl-runtime"}
+
+
+def imported(files: list[Path]) -> set[str]:
+    """The libraries that files import, by the name they are installed under."""
+    names = {module.split(".")[0] for path in files for module, _ in imports_of(path)}
+    own = {"fednl_runtime", *(path.stem for path in (ROOT / "tests").glob("*.py"))}
+    return {name.replace("_", "-") for name in names - own - sys.stdlib_module_names}
+
+
+def test_every_imported_library_is_a_declared_dependency():
+    vocabulary = {"pydantic", "starlette"}  # FastAPI's own
+    assert imported(SOURCES) <= libraries("export", "plots") | vocabulary
+    assert imported(FILES) <= libraries("export", "plots", "dev") | vocabulary
+
+
+def test_every_declared_dependency_is_imported():
+    tools = {"mypy", "pytest-cov", "ruff"}
+    assert libraries("export", "plots") <= imported(SOURCES)
+    assert libraries("dev") - tools <= imported(FILES)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=name_of)
+def test_a_benchmark_starts_and_says_what_it_takes(path):
+    assert run_python(
+        f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_path({str(path)!r}, run_name='__main__')"
+    )
 
 
 def test_no_open_ends_are_left_in_the_text():
@@ -175,8 +200,13 @@ def test_the_installed_wheel_holds_the_code_the_licence_the_models_and_nothing_e
     installed = {str(path) for path in importlib.metadata.files("fednl-runtime") or []}
     if not any(name == "fednl_runtime/__init__.py" for name in installed):
         pytest.skip("an editable install has no files of its own; .ci/run installs the wheel")
-    code = {name for name in installed if name.endswith((".py", ".onnx", "py.typed"))}
-    models = {f"fednl_runtime/models/{path.name}" for path in (ROOT / "runtime/models").glob("*.onnx")}
-    expected = {name_of(path).removeprefix("runtime/") for path in SOURCES}
-    assert code == {f"fednl_runtime/{name}" for name in expected} | models | {"fednl_runtime/py.typed"}
+    files = {name for name in installed if "__pycache__" not in name and ".dist-info/" not in name}
+    models = {f"fednl_runtime/models/{path.name}" for path in MODELS}
+    expected = {f"fednl_runtime/{name_of(path).removeprefix('runtime/')}" for path in SOURCES}
+    assert {name for name in files if "/bin/" not in name} == expected | models | {"fednl_runtime/py.typed"}
     assert any(name.endswith("LICENSE") for name in installed)
+
+
+@pytest.mark.parametrize("path", MODELS, ids=name_of)
+def test_a_shipped_model_is_under_20_megabytes(path):
+    assert path.stat().st_size < 20e6

@@ -15,12 +15,13 @@ from fednl_runtime.turn import Alternatives, PromptEvent, TokenEvent, TurnReport
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A token with its log-probability and its place in the text."""
+    """A token with its log-probability and its place in the text; a stop string may cut one off that is not `sure`."""
 
     text: str
     offset: int
     logprob: float | None
     top: dict[str, float] | None
+    sure: bool
 
 
 class ChoiceWriter:
@@ -43,11 +44,11 @@ class ChoiceWriter:
         return self._counted(self._prompt.finish()) if self._echo else ""
 
     def logprobs(self) -> dict[str, Any] | None:
-        """OpenAI's logprobs object of the tokens whose text was written since the last call."""
+        """OpenAI's logprobs object of the prompt, and of the tokens whose text was written, since the last call."""
         if not self._logprobs:
             return None
-        ready = [s for s in self._scored if s.offset < self._written]
-        self._scored = [s for s in self._scored if s.offset >= self._written]
+        ready = [s for s in self._scored if s.sure or s.offset < self._written]
+        self._scored = self._scored[len(ready) :]
         return {
             "tokens": [s.text for s in ready],
             "token_logprobs": [s.logprob for s in ready],
@@ -62,18 +63,18 @@ class ChoiceWriter:
     def _write_prompt(self, event: PromptEvent) -> str:
         pieces = []
         for i, (token, logprob) in enumerate(zip(event.tokens, event.logprobs, strict=True)):
-            self._score(token, self._prompt.decoded, logprob, event.top[i] if event.top else ())
+            self._score(token, self._prompt.decoded, logprob, event.top[i] if event.top else (), sure=True)
             pieces.append(self._prompt.push(self._tokenizer.token_bytes(token)))
         return self._counted("".join(pieces))
 
     def _write_token(self, event: TokenEvent) -> str:
-        self._score(event.token, self._prompt.decoded + event.offset, event.logprob, event.top)
+        self._score(event.token, self._prompt.decoded + event.offset, event.logprob, event.top, sure=False)
         return self._counted(event.text)
 
-    def _score(self, token: int, offset: int, logprob: float | None, top: Alternatives) -> None:
+    def _score(self, token: int, offset: int, logprob: float | None, top: Alternatives, sure: bool) -> None:
         if self._logprobs:
             named = None if logprob is None else {self._name(t): p for t, p in (*top, (token, logprob))}
-            self._scored.append(Scored(self._name(token), offset, logprob, named))
+            self._scored.append(Scored(self._name(token), offset, logprob, named, sure))
 
     def _name(self, token: int) -> str:
         if token == self._tokenizer.end_of_text:

@@ -14,6 +14,7 @@ from engines import CONFIG, TOKENIZER
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.state import state_bytes
+from fednl_runtime.tokenizer import END_OF_TEXT
 
 PROMPT = "hello the other day"
 TOKENS = TOKENIZER.encode(PROMPT)
@@ -114,6 +115,14 @@ def test_echoed_logprobs_score_the_prompt_and_place_each_token(client: openai.Op
     assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs[1:])
     for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
         assert choice.text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_an_end_of_text_that_ends_the_prompt_has_its_logprob(client: openai.OpenAI, max_tokens: int) -> None:
+    fields = {"prompt": [*TOKENS, TOKENIZER.end_of_text], "max_tokens": max_tokens, "echo": True, "logprobs": 0}
+    choice = complete(client, logit_bias={str(TOKENIZER.end_of_text): 100}, learn=False, **fields).choices[0]
+    assert choice.logprobs.tokens == [*(TOKENIZER.decode([t]) for t in TOKENS), END_OF_TEXT]
+    assert choice.logprobs.text_offset[-1] == len(choice.text)
 
 
 def test_streamed_logprobs_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:

@@ -97,11 +97,13 @@ def evaluate(files: tuple[Path, ...], path: Path | None, as_json: bool, plot: Pa
     throughout, `reset` forgets every 512 tokens (the 128 before are read again, unscored), and in
     `frozen` the slow levels stop learning after 512 tokens.
     """
+    from fednl_runtime.server_api.plot import draw_curves, require_drawing
+
+    if plot:
+        require_drawing(plot)
     results = list(evaluate_files(files, path, threads))
     report = summary(results)
     if plot:
-        from fednl_runtime.server_api.plot import draw_curves
-
         draw_curves(results, plot)
     if as_json:
         click.echo(json.dumps(report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +15,21 @@ if TYPE_CHECKING:
 COLOURS = {"on": "#0b6e4f", "reset": "#b23a48", "frozen": "#8d99ae"}
 
 
-def draw_curves(results: list[tuple[str, int, dict[str, Arm]]], path: Path) -> None:
-    """One panel a file: nats a token against position, for each arm.
+SUFFIXES = (".png", ".svg", ".pdf")
 
-    Raises:
-        RequestError: matplotlib is missing, or the file type is not one it can write.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise RequestError("Pictures need matplotlib: pip install 'fednl-runtime[plots]'.") from error
+
+def require_drawing(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before minutes are spent on its numbers. Raises RequestError."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RequestError("Pictures need matplotlib: pip install 'fednl-runtime[plots]'.")
+    if path.suffix.lower() not in SUFFIXES or not path.absolute().parent.is_dir():
+        raise RequestError(f"Cannot draw to {path}. Name a .png, .svg or .pdf in a folder that exists.")
+
+
+def draw_curves(results: list[tuple[str, int, dict[str, Arm]]], path: Path) -> None:
+    """One panel a file: nats a token against position, for each arm. Raises RequestError if it cannot be written."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -47,7 +53,7 @@ def draw_curves(results: list[tuple[str, int, dict[str, Arm]]], path: Path) -> N
     figure.supylabel("nats a token", fontsize=9)
     try:
         figure.savefig(path, dpi=110)
-    except (ValueError, OSError) as error:
-        raise RequestError(f"Cannot draw to {path} ({error}). Use .png, .svg or .pdf.") from error
+    except OSError as error:
+        raise RequestError(f"Cannot draw to {path} ({error}). Name another file.") from error
     finally:
         pyplot.close(figure)

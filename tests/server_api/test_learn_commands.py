@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -15,8 +16,11 @@ from click.testing import CliRunner
 from engines import TOKENIZER, write_tiny_model
 
 from fednl_runtime.corpus import documents
-from fednl_runtime.evaluate import ARMS
+from fednl_runtime.errors import RequestError
+from fednl_runtime.evaluate import ARMS, Arm
+from fednl_runtime.server_api import learn_commands
 from fednl_runtime.server_api.cli import cli
+from fednl_runtime.server_api.plot import draw_curves
 from fednl_runtime.tokenizer import END_OF_TEXT
 
 SENTENCES = ("the cat sat on the mat", "a dog ran over the hill", "small birds sing in the morning", "rain falls")
@@ -167,10 +171,24 @@ def test_eval_without_a_model_file_says_so(text, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["curves.doc", "none/curves.png"])
-def test_a_picture_that_cannot_be_drawn_is_refused(name, model, text, tmp_path):
-    result = invoke("eval", text, "--model", model, "--plot", tmp_path / name)
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_evaluation(name, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(learn_commands, "evaluate_files", None)
+    result = invoke("eval", text, "--plot", tmp_path / name)
     assert result.exit_code == 2
     assert "Cannot draw to" in result.stderr
+
+
+def test_a_picture_without_matplotlib_says_how_to_install_it(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = invoke("eval", text, "--plot", tmp_path / "curves.png")
+    assert (result.exit_code, "pip install 'fednl-runtime[plots]'" in result.stderr) == (2, True)
+
+
+def test_a_picture_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "curves.png").mkdir()
+    arm = Arm(1.0, 1.0, [1.0])
+    with pytest.raises(RequestError, match="Cannot draw to"):
+        draw_curves([("text.txt", 2, dict.fromkeys(ARMS, arm))], tmp_path / "curves.png")
 
 
 @pytest.mark.parametrize(

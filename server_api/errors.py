@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from fednl_runtime import errors
 from fednl_runtime.errors import FednlError
+from fednl_runtime.server_api.schemas import KINDS
 
 log = logging.getLogger("fednl_runtime")
 
@@ -104,8 +105,12 @@ def validation_response(error: RequestValidationError) -> Response:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"][1:]]
     field = path[0] if path and first["type"] != "json_invalid" else None
-    if first["type"] == "extra_forbidden":
+    if isinstance(first.get("input"), bytes):  # FastAPI reads as JSON only what is said to be
+        message = "The body is not said to be JSON; send it with the header Content-Type: application/json."
+    elif first["type"] == "extra_forbidden":
         message = f"Unknown field {'.'.join(path)}; check its spelling."
+    elif field in KINDS:
+        message = f"{field} must be {KINDS[field]}."
     elif field is None:
         message = f"The body is not a JSON object ({first['msg']})."
     else:

@@ -23,6 +23,13 @@ SAMPLING = (
 )
 
 
+KINDS = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "stop": "a string or a list of strings",
+}
+"""What a field may be of which there are several kinds: a validator tells of one kind only."""
+
+
 class StreamOptions(BaseModel):
     """What a stream carries besides its text."""
 

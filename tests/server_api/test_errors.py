@@ -20,7 +20,7 @@ from fednl_runtime.engine import Engine, EngineLimits
 from fednl_runtime.errors import SessionNotFoundError
 from fednl_runtime.guard import NormCaps
 from fednl_runtime.server_api.errors import STATUSES, GenerationError, ModelNotFoundError, describe
-from fednl_runtime.server_api.schemas import CompletionRequest
+from fednl_runtime.server_api.schemas import KINDS, CompletionRequest
 from fednl_runtime.server_api.streaming import sse
 
 URL = "/v1/completions"
@@ -88,6 +88,23 @@ def check_shape(response: httpx.Response, status: int, code: str | None = None, 
 def test_a_wrong_field_is_400_and_named(http: httpx.Client, body: dict[str, Any], param: str, stream: bool) -> None:
     options = {} if "stream_options" in body else {"stream": stream}
     check_shape(http.post(URL, json={"prompt": "a", **options, **body}), 400, param=param)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prompt", 5), ("prompt", [1, "a"]), ("prompt", [["a"]]), ("prompt", [[1], "a"]), ("stop", {}), ("stop", [1])],
+)
+def test_a_field_of_several_kinds_is_refused_with_all_of_them(http: httpx.Client, field: str, value: Any) -> None:
+    response = http.post(URL, json={field: value})
+    check_shape(response, 400, param=field)
+    assert response.json()["error"]["message"] == f"{field} must be {KINDS[field]}."
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_json_that_is_not_said_to_be_json_is_refused_with_the_header_it_needs(http: httpx.Client, kind: str) -> None:
+    response = http.post(URL, content=b'{"prompt": "a"}', headers={"content-type": kind})
+    check_shape(response, 400)
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

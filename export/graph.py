@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,13 +45,6 @@ def export_model(
     save_model(model, path)
 
 
-def segment_length(c: HopeConfig) -> int:
-    """Tokens between the multiples of position that no call may cross."""
-    periods = list(c.cms_periods)
-    periods += [c.top_period] * bool(c.top_rank) + [c.memory_period] * ("self_modifying" in c.layers)
-    return math.gcd(*periods) or c.memory_period
-
-
 def in_place(c: HopeConfig, portable: bool) -> list[str]:
     """State tensors that a call may write where it reads them: nothing reads them after the write.
 
@@ -74,7 +66,7 @@ def describe(params: Params, c: HopeConfig, portable: bool, model: ModelProto) -
         "fednl.state": json.dumps(state_shapes(c)),
         "fednl.in_place": json.dumps(in_place(c, portable)),
         "fednl.rules": json.dumps(rules),
-        "fednl.segment": str(segment_length(c)),
+        "fednl.segment": str(c.segment),
         "fednl.parameters": str(sum(int(np.size(v)) for v in params.values())),
         "fednl.operators": json.dumps(operators),
         "fednl.portable": json.dumps(portable),

@@ -100,6 +100,13 @@ class HopeConfig:
         """Number of CMS levels in each block."""
         return len(self.cms_periods)
 
+    @property
+    def segment(self) -> int:
+        """Tokens between the multiples of position that no call may cross."""
+        periods = list(self.cms_periods)
+        periods += [self.top_period] * bool(self.top_rank) + [self.memory_period] * ("self_modifying" in self.layers)
+        return math.gcd(*periods) or self.memory_period
+
     def to_json(self) -> str:
         """The configuration as a JSON object with sorted keys."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True)

@@ -85,7 +85,7 @@ def parse_model(metadata: Mapping[str, str], inputs: Mapping[str, Tensor], outpu
         if int(metadata["fednl.format"]) > FORMAT:
             raise ModelFileError("This model file has a newer format. Upgrade with `pip install -U fednl-runtime`.")
         model = _described({key.removeprefix("fednl."): value for key, value in metadata.items()})
-    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         raise ModelFileError(f"The model's metadata is damaged ({error}). Export or download it again.") from error
     _check_graph(model, inputs, outputs)
     return model
@@ -110,7 +110,11 @@ def _described(text: dict[str, str]) -> ModelFile:
         fingerprint=text.pop("fingerprint"),
         metadata=text,
     )
-    if model.segment < 1 or model.state != state_shapes(config) or not set(model.in_place) <= set(model.state):
+    if model.segment < 1 or config.segment % model.segment:
+        raise ValueError("segment and configuration differ")
+    if not 0 < model.parameters < 1 << 63:
+        raise ValueError("parameters is not a number of parameters")
+    if model.state != state_shapes(config) or not set(model.in_place) <= set(model.state):
         raise ValueError("state and configuration differ")
     return model
 

@@ -11,7 +11,7 @@ import pytest
 from models import TINY, random_params, random_state, random_tokens
 
 from fednl_runtime import reference
-from fednl_runtime.export.graph import build_model, export_model, segment_length
+from fednl_runtime.export.graph import build_model, export_model
 from fednl_runtime.onnx_backend import load
 from fednl_runtime.state import MemoryState
 
@@ -120,8 +120,8 @@ def test_a_layer_needs_few_nodes(profile, most):
 
 
 def test_a_segment_divides_every_period():
-    assert segment_length(BASE) == 4
-    assert segment_length(dataclasses.replace(CONFIGS["nothing slow"], memory_period=5)) == 5
+    assert BASE.segment == 4
+    assert dataclasses.replace(CONFIGS["nothing slow"], memory_period=5).segment == 5
 
 
 def test_boundary_work_sits_in_branches():

@@ -103,7 +103,9 @@ def test_a_newer_format_asks_for_an_upgrade(path):
     ("key", "value"),
     [
         ("format", "one"), ("config", "{}"), ("config", "no"), ("state", "{}"), ("state", "[]"), ("rules", "3"),
-        ("segment", "0"), ("segment", "x"), ("in_place", '["9.cms_f"]'), ("parameters", ""), ("operators", "{"),
+        ("segment", "0"), ("segment", "x"), ("segment", "1000000000"), ("parameters", "9" * 400),
+        ("config", "[" * 100_000), ("state", "[" * 100_000),
+        ("in_place", '["9.cms_f"]'), ("parameters", ""), ("operators", "{"),
     ],
 )  # fmt: skip
 def test_damaged_metadata_are_refused(key, value, path):

@@ -25,10 +25,11 @@ class Tokenizer:
     ordinary characters they are written with, so only a caller who gives token ids can use it.
 
     Raises:
-        ModelFileError: the JSON is not a byte-level BPE tokenizer with that special token.
+        ModelFileError: the JSON is not a byte-level BPE tokenizer with that special token, or it has more
+            tokens than the `vocab_size` of its model.
     """
 
-    def __init__(self, tokenizer_json: str) -> None:
+    def __init__(self, tokenizer_json: str, vocab_size: int | None = None) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
         except Exception as error:  # the library raises nothing more specific
@@ -41,23 +42,28 @@ class Tokenizer:
             raise ModelFileError(f"The tokenizer in the model file lacks {END_OF_TEXT}.")
         self.end_of_text: int = end_of_text
         self._bytes = self._bytes_by_token()
+        if vocab_size is not None and self.vocab_size > vocab_size:
+            raise ModelFileError(
+                f"The tokenizer has token ids up to {self.vocab_size - 1}, its model ends at {vocab_size - 1}. "
+                "Export the model again."
+            )
 
-    def _bytes_by_token(self) -> tuple[bytes, ...]:
+    def _bytes_by_token(self) -> dict[int, bytes]:
         alphabet = byte_alphabet()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        table = [b""] * (1 + max(vocab.values()))
+        table = {self.end_of_text: b""}
         for text, token in vocab.items():
             if token == self.end_of_text:
                 continue
             if not set(text) <= alphabet.keys():
                 raise ModelFileError(f"The tokenizer in the model file is not byte-level BPE: it holds {text!r}.")
             table[token] = bytes(alphabet[char] for char in text)
-        return tuple(table)
+        return table
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
-        return len(self._bytes)
+        return 1 + max(self._bytes)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, none of them special, whatever the text says.
@@ -74,7 +80,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for; none for `<|endoftext|>` and for ids the vocabulary leaves free."""
-        return self._bytes[token] if token < len(self._bytes) else b""
+        return self._bytes.get(token, b"")
 
     def decode_bytes(self, tokens: Iterable[int]) -> bytes:
         """The exact bytes of `tokens`, which may begin or end inside a character."""

@@ -57,7 +57,7 @@ def engine_on(backend: OnnxBackend, limits: EngineLimits | None = None) -> Itera
     from fednl_runtime.engine import Engine
     from fednl_runtime.tokenizer import Tokenizer
 
-    engine = Engine(backend, Tokenizer(backend.tokenizer_json), limits)
+    engine = Engine(backend, Tokenizer(backend.tokenizer_json, backend.config.vocab_size), limits)
     try:
         yield engine
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tokenizers
 from engines import TOKENIZER, tiny_tokenizer_json
@@ -54,6 +56,19 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
     words.add_special_tokens([END_OF_TEXT])
     with pytest.raises(ModelFileError, match="not byte-level"):
         Tokenizer(words.to_str())
+
+
+def test_a_tokenizer_with_more_tokens_than_its_model_is_refused() -> None:
+    assert Tokenizer(tiny_tokenizer_json(), TOKENIZER.vocab_size).vocab_size == TOKENIZER.vocab_size
+    with pytest.raises(ModelFileError, match="Export the model again"):
+        Tokenizer(tiny_tokenizer_json(), TOKENIZER.vocab_size - 1)
+
+
+def test_a_token_id_of_the_largest_size_costs_no_table_up_to_it() -> None:
+    inner = json.loads(tiny_tokenizer_json())
+    inner["model"]["vocab"]["zz"] = 2**32 - 1
+    with pytest.raises(ModelFileError, match="4294967295"):
+        Tokenizer(json.dumps(inner), 500)
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:

@@ -65,7 +65,13 @@ def test_with_a_key_any_host_name_will_do(serve: Serve) -> None:
 
 @pytest.mark.parametrize(
     ("header", "host"),
-    [("localhost:80", "localhost"), ("127.0.0.1", "127.0.0.1"), ("[::1]:80", "::1"), ("[::1]", "::1")],
+    [
+        ("localhost:80", "localhost"),
+        ("LocalHost", "LocalHost"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("[::1]:80", "::1"),
+        ("[::1]", "::1"),
+    ],
 )
 def test_loopback_hosts_are_known_in_every_spelling(header: str, host: str) -> None:
     assert host_name(header) == host

@@ -108,6 +108,6 @@ class CompletionRequest(BaseModel):
 
     def _bias(self) -> tuple[tuple[int, float], ...]:
         try:
-            return tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items())
+            return tuple({int(token): bias for token, bias in (self.logit_bias or {}).items()}.items())
         except ValueError:
             raise RequestError("The keys of logit_bias must be token ids.", "logit_bias") from None

@@ -13,6 +13,7 @@ import pytest
 from engines import CONFIG, TOKENIZER
 
 from fednl_runtime.engine import Engine
+from fednl_runtime.server_api.schemas import CompletionRequest
 from fednl_runtime.state import state_bytes
 from fednl_runtime.tokenizer import END_OF_TEXT
 
@@ -115,6 +116,11 @@ def test_echoed_logprobs_score_the_prompt_and_place_each_token(client: openai.Op
     assert all(2 <= len(top) <= 3 for top in choice.logprobs.top_logprobs[1:])
     for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
         assert choice.text[offset:].startswith(token)
+
+
+def test_a_token_named_twice_by_logit_bias_has_its_last_bias() -> None:
+    body = CompletionRequest(logit_bias={"1": 100, "01": 90, "2": 3})
+    assert body.sampling().logit_bias == ((1, 90), (2, 3))
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])

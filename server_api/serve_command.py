@@ -85,6 +85,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise click.ClickException(
             f"Cannot listen on {host} port {port}: {error.strerror}. Try another --port."
         ) from error
+    except UnicodeError as error:  # an empty or overlong label cannot be looked up
+        raise click.ClickException(f"Cannot listen on {host}: this is no host name. Try another --host.") from error
     return sock
 
 

@@ -266,6 +266,7 @@ def test_ipv6_addresses_are_bracketed() -> None:
     assert url(("127.0.0.1", 80)) == "http://127.0.0.1:80"
 
 
-def test_listening_on_a_name_that_does_not_exist_is_refused() -> None:
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "..", "a" * 300])
+def test_listening_on_a_name_that_does_not_exist_is_refused(host: str) -> None:
     with pytest.raises(click.ClickException, match="Cannot listen"):
-        listen("no-such-host.invalid", 0)
+        listen(host, 0)

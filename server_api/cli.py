@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import platform
@@ -52,7 +53,7 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an error of ours, or a missing extra, becomes one sentence and an exit code."""
+        """Run a command; an error of ours, of the disk, or a missing extra becomes one sentence and an exit code."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
@@ -64,6 +65,12 @@ class LazyGroup(click.Group):
         except FednlError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1))
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # nobody reads on: click ends quietly
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            click.echo(f"Error: {where}{error.strerror or error}. Choose another path or make room there.", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
 

@@ -200,6 +200,8 @@ def test_failures_are_one_sentence_and_an_exit_code(args: list[str], code: int) 
         (errors.ModelFileError("x"), 3),
         (errors.VerificationError("x"), 4),
         (KeyboardInterrupt(), 130),
+        (FileNotFoundError(2, "No such file or directory", "there/m.onnx"), 1),
+        (OSError(28, "No space left on device"), 1),
     ],
 )
 def test_exit_codes_follow_the_table(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,9 @@ def test_exit_codes_follow_the_table(error: BaseException, code: int, monkeypatc
         raise error
 
     monkeypatch.setattr(LazyGroup, "get_command", lambda *_: fail)
-    assert invoke("fail").exit_code == code
+    result = invoke("fail")
+    assert result.exit_code == code
+    assert isinstance(result.exception, SystemExit), "not a traceback"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from fednl_runtime.corpus import encode_documents, read_text
-from fednl_runtime.errors import FednlError
+from fednl_runtime.errors import CheckpointError, FednlError, ModelFileError
 from fednl_runtime.export.checkpoint import write_atomically
 from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -63,12 +63,23 @@ def train_tokenizer(sources: list[Path], vocab_size: int) -> str:
 
 
 def tokenizer_of(folder: Path, sources: list[Path], vocab_size: int) -> str:
-    """The tokenizer of a run as JSON: the one in its folder, or a new one trained on its sources."""
+    """The tokenizer of a run as JSON: the one in its folder, or a new one trained on its sources.
+
+    Raises:
+        CheckpointError: the one in the folder is damaged or too large for `vocab_size`.
+    """
     path = folder / "tokenizer.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, train_tokenizer(sources, vocab_size).encode())
-    return path.read_text("utf-8")
+    try:
+        text = path.read_text("utf-8")
+        Tokenizer(text, vocab_size)
+    except (UnicodeDecodeError, ModelFileError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or has more than {vocab_size} tokens. Choose another folder."
+        ) from error
+    return text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,10 @@ def progress_bar(*columns: str) -> Iterator[Progress]:
 @click.command()
 @click.argument("corpus", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--output", type=FOLDER, default=Path("runs/hope"), show_default=True, help="Folder of the run.")
-@click.option("--hours", default=2.0, show_default=True, help="Time to train; a run in the same folder goes on.")
+@click.option(
+    "--hours", type=click.FloatRange(0), default=2.0, show_default=True,
+    help="Time to train; a run in the same folder goes on.",
+)  # fmt: skip
 @click.option(
     "--vocab-size", type=click.IntRange(257, 65536), default=4096, show_default=True,
     help="Tokens of the tokenizer trained on the corpus.",
@@ -48,7 +51,9 @@ def progress_bar(*columns: str) -> Iterator[Progress]:
 @click.option("--layers", default="delta,delta,self_modifying,delta", show_default=True, help="Profile of each block.")
 @click.option("--d-model", default=256, show_default=True, help="Width of the model.")
 @click.option("--without", multiple=True, help="Domain to leave out; may be repeated.")
-@click.option("--seed", default=1, show_default=True, help="Seed of weights and data order.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=1, show_default=True, help="Seed of weights and data order.",
+)  # fmt: skip
 @click.option("--threads", type=click.IntRange(1), help="Threads of torch [default: the cores given to us].")
 @click.option("--no-compile", is_flag=True, help="Start at once instead of compiling for minutes; trains half as fast.")
 def train(
@@ -123,7 +128,7 @@ def evaluate_files(
     from fednl_runtime.tokenizer import Tokenizer
 
     backend = load(path or default_model_path(), threads)
-    tokenizer = Tokenizer(backend.tokenizer_json)
+    tokenizer = Tokenizer(backend.tokenizer_json, backend.config.vocab_size)
     with progress_bar() as bar:
         for file in files:
             tokens = encode_documents(tokenizer, read_text(file))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fednl_runtime.corpus import encode_documents
-from fednl_runtime.errors import FednlError
+from fednl_runtime.errors import CheckpointError, FednlError
 from fednl_runtime.export.data import (
     Lanes,
     Source,
@@ -80,7 +80,16 @@ def test_a_trained_tokenizer_gives_every_text_back(corpus):
 
 def test_a_run_keeps_its_tokenizer(corpus, tmp_path):
     first = tokenizer_of(tmp_path / "run", find_sources(corpus), 300)
-    assert tokenizer_of(tmp_path / "run", find_sources(corpus, ("a",)), 280) == first
+    assert tokenizer_of(tmp_path / "run", find_sources(corpus, ("a",)), 320) == first
+
+
+@pytest.mark.parametrize("damage", [None, b"{}", b"\xff"])
+def test_a_tokenizer_that_does_not_fit_the_run_is_refused(damage, corpus, tmp_path):
+    size = Tokenizer(tokenizer_of(tmp_path, find_sources(corpus), 300)).vocab_size
+    if damage:
+        (tmp_path / "tokenizer.json").write_bytes(damage)
+    with pytest.raises(CheckpointError, match="Choose another folder"):
+        tokenizer_of(tmp_path, find_sources(corpus), 300 if damage else size - 1)
 
 
 def test_a_source_holds_out_its_end_and_is_tokenised_once(corpus, tmp_path, monkeypatch):

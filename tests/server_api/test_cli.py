@@ -181,6 +181,9 @@ def test_chat_keeps_one_session_and_can_stop_learning(model: Path) -> None:
     [
         (["nonsense"], 2),
         (["serve", "--port", "70000"], 2),
+        (["train", ".", "--seed", "-1"], 2),
+        (["train", ".", "--seed", str(2**63)], 2),
+        (["train", ".", "--hours", "-1"], 2),
         (["serve", "--session-memory", "much"], 2),
         (["complete", "a", "--temperature", "9"], 2),
         (["complete", "a", "--model", "missing.onnx"], 3),

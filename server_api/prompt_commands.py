@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -33,7 +34,7 @@ def complete(prompt: str, model: Path | None, threads: int | None, as_json: bool
     from fednl_runtime.turn import TurnRequest
 
     params = SamplingParams(**sampling)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = stdin().read() if prompt == "-" else prompt
     with local_engine(model, threads) as engine:
         report = write_answer(engine, TurnRequest(tuple(engine.tokenizer.encode(text)), params), as_json)
     if not as_json:
@@ -70,12 +71,20 @@ def chat(model: Path | None, threads: int | None, **sampling: Any) -> None:
                     click.echo()
 
 
+def stdin() -> TextIO:
+    """Standard input as UTF-8; bytes that are not become U+FFFD, as in files."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    return sys.stdin
+
+
 def lines() -> Iterator[str]:
     """The lines of standard input, each asked for by a prompt on a terminal."""
+    source = stdin()
     while True:
-        if sys.stdin.isatty():
+        if source.isatty():
             click.echo("> ", nl=False, err=True)
-        line = sys.stdin.readline()
+        line = source.readline()
         if not line:
             return
         yield line.rstrip("\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -174,6 +175,14 @@ def test_chat_keeps_one_session_and_can_stop_learning(model: Path) -> None:
     assert result.exit_code == 0
     assert "Nothing was said yet." in result.stderr
     assert re.findall(r"version (\d)", result.stderr) == ["1", "1", "2"]
+
+
+@pytest.mark.parametrize("args", [["complete", "-"], ["chat"]])
+def test_input_that_is_not_utf_8_is_read_with_replacement_characters(args: list[str], model: Path) -> None:
+    command = [*COMMAND, *args, "--model", str(model), "--max-tokens", "2", "--threads", "1"]
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    result = subprocess.run(command, input=b"a\xff\xfe\n", capture_output=True, env=env)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from fednl_runtime.engine import Engine, Event
-from fednl_runtime.errors import FednlError
+from fednl_runtime.errors import FednlError, ShuttingDownError
 from fednl_runtime.server_api.errors import DisconnectedError, GenerationError, error_event, log
 from fednl_runtime.turn import Outcome, TurnRequest
 
@@ -50,6 +50,7 @@ async def turn_events(
 
     Raises:
         DisconnectedError: `gone` ended first; the turn was rolled back.
+        ShuttingDownError: the server cancelled the request; the turn was rolled back.
     """
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[Any] = asyncio.Queue()
@@ -70,6 +71,8 @@ async def turn_events(
             if gone.done():
                 raise DisconnectedError
         yield turn.commit(event)
+    except asyncio.CancelledError as error:  # the time that a stopping server gives to open requests is over
+        raise ShuttingDownError("The server is stopping; the turn was rolled back.") from error
     finally:
         turn.close()
         gone.remove_done_callback(leave)

@@ -120,6 +120,19 @@ def test_curl_shows_a_stream_as_it_comes(address: str, http: httpx.Client, engin
     assert curl.returncode == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_stopping_server_cuts_short_is_told_so(serve: Serve, stream: bool) -> None:
+    with running_engine() as engine:
+        engine.backend.delay_s = 0.01
+        with serve(engine) as address:
+            sock = post(address, prompt="abc", session_id="a", stream=stream, max_tokens=2000, **ENDLESS)
+            until(lambda: engine.backend.calls)
+        with sock, sock.makefile("rb") as answer:
+            assert b'"code": "shutting_down"' in answer.read().split(b"data: ")[-1]
+        with pytest.raises(SessionNotFoundError):
+            engine.sessions.get("a")
+
+
 def test_a_stopping_server_does_not_wait_for_an_open_stream(serve: Serve) -> None:
     with running_engine() as engine:
         engine.backend.delay_s = 0.01

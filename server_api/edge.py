@@ -73,7 +73,7 @@ class Edge:
     def _key_fits(self, headers: Headers) -> bool:
         assert self._api_key is not None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._api_key)
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._api_key)
 
     def _counting(self, receive: Receive) -> Receive:
         received = 0

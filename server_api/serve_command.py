@@ -56,7 +56,7 @@ def serve(
     from fednl_runtime.server_api.edge import is_loopback
     from fednl_runtime.server_api.openai_routes import Served
 
-    api_key = os.environ.get(KEY_VARIABLE) or None
+    api_key = os.environ.get(KEY_VARIABLE, "").strip() or None  # no header can carry the line end of a key file
     if api_key is None and not is_loopback(host):
         raise click.UsageError(f"{host} can be reached from other machines: set {KEY_VARIABLE} to a secret key first.")
     path = chosen(file, model)

@@ -114,6 +114,13 @@ def test_a_server_with_a_key_asks_for_it(model: Path) -> None:
         assert httpx.get(f"{address}/v1/models", headers=key).json()["data"][0]["id"] == "tiny"
 
 
+def test_a_key_of_blanks_is_no_key_and_the_line_end_of_a_key_file_is_no_part_of_it(model: Path) -> None:
+    assert invoke("serve", str(model), "--host", "0.0.0.0", env={"FEDNL_API_KEY": " \n"}).exit_code == 2
+    with server(model, env={"FEDNL_API_KEY": "schlüssel\n"}) as (_, address):
+        key = {"authorization": "Bearer schlüssel".encode()}
+        assert httpx.get(f"{address}/v1/models", headers=key).status_code == 200
+
+
 def test_a_session_limit_from_the_command_line_holds(model: Path) -> None:
     with server(model, "--session-memory", "1K") as (_, address):
         codes = [

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -22,10 +23,15 @@ def model_options(command: Command) -> Command:
 
 
 def chosen(file: Path | None, option: Path | None) -> Path:
-    """The model file that the user names, or the shipped one. Raises ModelFileError."""
+    """The model file that the user names, or the shipped one; an argument goes before the environment.
+
+    Raises:
+        ModelFileError: no model is shipped.
+    """
     from fednl_runtime.model_file import default_model_path
 
-    if file and option:
+    source = click.get_current_context().get_parameter_source("option")
+    if file and option and source is not ParameterSource.ENVIRONMENT:
         raise click.UsageError("Name the model once: as an argument or with --model.")
     return file or option or default_model_path()
 

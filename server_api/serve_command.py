@@ -25,7 +25,7 @@ DRAIN_S = 30
 
 @click.command()
 @click.argument("file", type=FILE, required=False, metavar="[MODEL]")
-@click.option("--model", type=FILE, help="Model file [default: the shipped model].")
+@click.option("--model", "option", type=FILE, help="Model file [default: the shipped model].")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free port.")
 @click.option("--slots", type=click.IntRange(1), default=4, show_default=True, help="Turns that run side by side.")
@@ -35,7 +35,7 @@ DRAIN_S = 30
 @THREADS
 def serve(
     file: Path | None,
-    model: Path | None,
+    option: Path | None,
     host: str,
     port: int,
     slots: int,
@@ -59,7 +59,7 @@ def serve(
     api_key = os.environ.get(KEY_VARIABLE, "").strip() or None  # no header can carry the line end of a key file
     if api_key is None and not is_loopback(host):
         raise click.UsageError(f"{host} can be reached from other machines: set {KEY_VARIABLE} to a secret key first.")
-    path = chosen(file, model)
+    path = chosen(file, option)
     backend = load(path, threads)
     limits = EngineLimits(slots=slots, queue=queue, max_tokens=max_tokens, session_bytes=session_memory)
     with listen(host, port) as sock, engine_on(backend, limits) as engine:

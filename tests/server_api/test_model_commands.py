@@ -14,6 +14,7 @@ from fednl_runtime.errors import ModelFileError, VerificationError
 from fednl_runtime.export.graph import export_model
 from fednl_runtime.export.weights import fingerprint
 from fednl_runtime.server_api import model_commands
+from fednl_runtime.server_api.cli import cli
 from fednl_runtime.state import state_bytes
 
 
@@ -42,6 +43,11 @@ def test_info_prints_a_table(path):
 
 def test_a_model_is_named_once(path):
     assert run(model_commands.info, path, "--model", path).exit_code == 2
+
+
+def test_a_model_named_as_an_argument_goes_before_the_environment(path, monkeypatch):
+    monkeypatch.setenv("FEDNL_INFO_MODEL", "other.onnx")
+    assert CliRunner().invoke(cli, ["info", str(path)]).exit_code == 0
 
 
 def test_info_of_a_missing_file_says_so(tmp_path):

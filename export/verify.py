@@ -25,6 +25,9 @@ BOUND = 1e-4
 LONG = 2048
 """Tokens of the long stream: enough for an unstable memory to blow a rounding error up."""
 
+LONG_BOUND = 1e-2
+"""Largest difference of its logits: rounding adds up to 1e-5, untrained to 4e-4; instability to 0.09 and more."""
+
 ADAPTS = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.5, 0.5))
 Outcome = tuple[Array, MemoryState]
 """Logits `[B, T, V]` and the state after them."""
@@ -93,7 +96,7 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, bound: float 
     tensors: dict[str, float] = {}
     for case in cases(backend):
         checks += judged(case, backend, laws, bound, tensors)
-    return Report((*checks, frozen(backend), restored(backend), reread(backend, bound)), tensors)
+    return Report((*checks, frozen(backend), restored(backend), reread(backend)), tensors)
 
 
 def require(report: Report) -> None:
@@ -249,7 +252,7 @@ def restored(backend: OnnxBackend) -> Check:
     return Check("save and restore anywhere", worst, 0)
 
 
-def reread(backend: OnnxBackend, bound: float) -> Check:
+def reread(backend: OnnxBackend, bound: float = LONG_BOUND) -> Check:
     """The model's own text, written token by token, read back in whole segments: the same logits."""
     rng = np.random.default_rng(3)
     writing = backend.open(MemoryState.zeros(backend.config))

@@ -109,7 +109,7 @@ def test_a_portable_graph_has_standard_operators_only():
     assert {node.domain for node in model.graph.node} == {""}
 
 
-@pytest.mark.parametrize(("profile", "most"), [("delta", 55), ("self_modifying", 140)])
+@pytest.mark.parametrize(("profile", "most"), [("delta", 55), ("self_modifying", 141)])
 def test_a_layer_needs_few_nodes(profile, most):
     one, two = (dataclasses.replace(BASE, layers=(profile,) * n) for n in (1, 2))
     counts = []

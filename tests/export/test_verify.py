@@ -11,11 +11,14 @@ import onnx
 import pytest
 from models import TINY, random_params
 
-from fednl_runtime.errors import VerificationError
+from fednl_runtime.errors import ModelFileError, VerificationError
 from fednl_runtime.export.graph import export_model
-from fednl_runtime.export.verify import Check, require, verify
+from fednl_runtime.export.verify import BOUND, Check, require, reread, verify
+from fednl_runtime.model_file import default_model_path
+from fednl_runtime.onnx_backend import load
 
-CONFIG = dataclasses.replace(TINY, d_model=10, cms_periods=(4, 12), top_period=8, memory_period=4)
+CHAOTIC = dataclasses.replace(TINY, d_model=10, cms_periods=(4, 12), top_period=8, memory_period=4)
+CONFIG = dataclasses.replace(CHAOTIC, eta_max=0.2)
 
 
 @pytest.fixture
@@ -85,3 +88,17 @@ def test_a_constant_that_is_off_is_caught(path):
 def test_a_value_that_is_not_a_number_fails_its_check():
     assert not Check("x", float("nan"), 1.0).ok
     assert not Check("x", np.inf, 1.0).ok
+
+
+def test_a_memory_that_blows_rounding_up_is_caught(tmp_path):
+    export_model(random_params(CHAOTIC), CHAOTIC, "{}", tmp_path / "m.onnx")
+    failed = [check.name for check in verify(tmp_path / "m.onnx").checks if not check.ok]
+    assert failed == ["2,048 tokens of its own text, read back"]
+
+
+def test_the_shipped_model_reads_its_own_text_back_within_the_bound_of_a_single_call():
+    try:
+        path = default_model_path()
+    except ModelFileError:
+        pytest.skip("no model is shipped")
+    assert reread(load(path, 1), BOUND).ok

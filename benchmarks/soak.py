@@ -86,7 +86,7 @@ def main(text: Path, tokens: int, characters: int, model: Path | None) -> None:
             "turns": len(memory),
             "seconds": round(time.monotonic() - start, 1),
             "state_bytes": sorted(state_bytes),
-            "rss_anon_bytes": [memory[0], memory[int(WARM_UP * len(memory))], memory[-1]],
+            "rss_anon_bytes": [memory[i * (len(memory) - 1) // 10] for i in range(11)],
             "rss_anon_drift_percent": drift(memory),
         }
     finally:

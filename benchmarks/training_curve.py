@@ -21,7 +21,11 @@ SMOOTH = 50
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("training.png"), show_default=True)
 def main(log: Path, output: Path) -> None:
     """Draw the training LOG and print its last running mean."""
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows: list[dict[str, float]] = []
+    for line in log.read_text().splitlines():
+        row = json.loads(line)
+        rows = rows[: row["step"] - 1]  # a run that went on from a checkpoint took these steps again
+        rows.append(row)
     millions = np.array([row["tokens"] for row in rows]) / 1e6
     losses = np.array([row["loss"] for row in rows])
     mean = np.convolve(losses, np.ones(SMOOTH) / SMOOTH, "valid")

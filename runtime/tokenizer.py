@@ -34,6 +34,9 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
         except Exception as error:  # the library raises nothing more specific
             raise ModelFileError(f"The tokenizer in the model file cannot be read ({error}).") from error
+        if not isinstance(self._tokenizer.model, tokenizers.models.BPE):
+            raise ModelFileError("The tokenizer in the model file is not byte-level BPE. Export the model again.")
+        self._tokenizer.model._resize_cache(0)  # it would keep words of one session for all, and grow with new text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True

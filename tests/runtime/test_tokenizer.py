@@ -58,6 +58,20 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused() -> None:
         Tokenizer(words.to_str())
 
 
+def test_a_tokenizer_of_another_kind_is_refused() -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({END_OF_TEXT: 0, "a": 1}, unk_token=END_OF_TEXT))
+    words.add_special_tokens([END_OF_TEXT])
+    with pytest.raises(ModelFileError, match="not byte-level BPE"):
+        Tokenizer(words.to_str())
+
+
+def test_a_tokenizer_keeps_no_words_of_what_it_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(models.BPE, "_resize_cache", lambda _, size: sizes.append(size))
+    Tokenizer(tiny_tokenizer_json())
+    assert sizes == [0]
+
+
 def test_a_tokenizer_with_more_tokens_than_its_model_is_refused() -> None:
     assert Tokenizer(tiny_tokenizer_json(), TOKENIZER.vocab_size).vocab_size == TOKENIZER.vocab_size
     with pytest.raises(ModelFileError, match="Export the model again"):

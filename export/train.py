@@ -197,7 +197,7 @@ class Trainer:
             raise CheckpointError(f"{path} is damaged. Remove it to train from the start.") from error
         if config != self.config.to_json():
             raise CheckpointError(f"{self.folder} holds a run of another configuration. Choose another folder.")
-        if content.get("sources", self.source_names()) != self.source_names():  # older files do not say
+        if content.get("sources") != self.source_names():
             raise CheckpointError(f"{self.folder} holds a run on other sources. Choose another folder.")
         self.model.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,11 +38,18 @@ def progress_bar(*columns: str) -> Iterator[Progress]:
         yield progress
 
 
+def a_number(_: click.Context, param: click.Parameter, value: float) -> float:
+    """The value of an option, unless it is NaN, which passes every range. Raises click.BadParameter."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is not a number of hours.", param=param)
+    return value
+
+
 @click.command()
 @click.argument("corpus", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--output", type=FOLDER, default=Path("runs/hope"), show_default=True, help="Folder of the run.")
 @click.option(
-    "--hours", type=click.FloatRange(0), default=2.0, show_default=True,
+    "--hours", type=click.FloatRange(0, 1e6), callback=a_number, default=2.0, show_default=True,
     help="Time to train; a run in the same folder goes on.",
 )  # fmt: skip
 @click.option(

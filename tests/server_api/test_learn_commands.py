@@ -199,6 +199,7 @@ def test_a_picture_that_cannot_be_written_says_so(tmp_path):
         (["--layers", "delta,attention"], "layers is"),
         (["--vocab-size", "70000"], "70000 is not in the range"),
         (["--d-model", "30"], "multiple of n_head"),
+        (["--hours", "nan"], "not a number of hours"),
     ],
 )
 def test_train_refuses_what_it_cannot_train(options, sentence, corpus, tmp_path):

@@ -12,8 +12,9 @@ from pathlib import Path
 import click
 import numpy as np
 
+from fednl_runtime.backend import LEARN
 from fednl_runtime.corpus import encode_documents, read_text
-from fednl_runtime.evaluate import LEARN, stream
+from fednl_runtime.evaluate import stream
 from fednl_runtime.model_file import default_model_path
 from fednl_runtime.onnx_backend import OnnxBackend, load
 from fednl_runtime.state import Tokens

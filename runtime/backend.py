@@ -8,6 +8,9 @@ from typing import Protocol
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.state import Array, MemoryState, Tokens
 
+LEARN, FREEZE = (1.0, 1.0), (1.0, 0.0)
+"""Adapt scales of a row: everything learns, or the slow levels are left alone and the token memories go on."""
+
 
 class Stream(Protocol):
     """A running batch of sessions with its own state buffers; one owner, one thread."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from fednl_runtime.backend import Backend, segments
+from fednl_runtime.backend import FREEZE, LEARN, Backend, segments
+from fednl_runtime.sampling import log_softmax
 from fednl_runtime.state import Array, MemoryState, Tokens
 
 ARMS = ("on", "reset", "frozen")
@@ -21,7 +22,6 @@ RESET_CONTEXT = 128
 """Arm `reset`: tokens before each window that are read again, unscored, so that local context is equal."""
 FREEZE_AFTER = 512
 """Arm `frozen`: tokens after which the slow levels stop learning."""
-LEARN, FREEZE = (1.0, 1.0), (1.0, 0.0)
 Surprise = npt.NDArray[np.float64]
 Report = Callable[[int], None]
 """Called with the number of tokens read since the last call."""
@@ -38,9 +38,7 @@ class Arm:
 
 def surprise(logits: Array, targets: Tokens) -> Surprise:
     """-log p of targets `[B, T]` under logits `[B, T, V]`, in nats."""
-    peak = logits.max(-1)
-    log_sum = peak + np.log(np.exp(logits - peak[..., None]).sum(-1))
-    return (log_sum - np.take_along_axis(logits, targets[..., None], -1)[..., 0]).astype(np.float64)
+    return -np.take_along_axis(log_softmax(logits), targets[..., None], -1)[..., 0].astype(np.float64)
 
 
 def stream(backend: Backend, tokens: Tokens, adapt: Callable[[int], Array], report: Report) -> Surprise:

@@ -225,9 +225,7 @@ class Hope(nn.Module):
             return state["top.f"]
         targets = torch.cat([state["top.token"][:, 1:].long(), tokens[:, None]], 1)
         with torch.no_grad():
-            error = (state["top.h"] @ self.embedding.T).softmax(-1)
-            error.scatter_add_(-1, targets[..., None], -torch.ones_like(error[..., :1]))
-            g = error @ self.embedding
+            _, g = rec.CrossEntropy.apply(state["top.h"], self.embedding, targets)
         return rec.top_step(state["top.f"], state["top.p"].transpose(1, 2) @ g, *self.top_rates(), adapt, closing)
 
     def forward(self, tokens: Tensor, state: TensorDict, adapt: Tensor | None = None) -> tuple[Tensor, TensorDict]:

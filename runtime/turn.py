@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fednl_runtime.backend import Backend, segments
+from fednl_runtime.backend import FREEZE, LEARN, Backend, segments
 from fednl_runtime.errors import MemoryBreachError
 from fednl_runtime.guard import NormCaps, check_memory, update_norm
 from fednl_runtime.sampling import SamplingParams, log_softmax, sample, top_logprobs
@@ -16,10 +16,6 @@ from fednl_runtime.session import Session
 from fednl_runtime.state import Array
 from fednl_runtime.text import TextStream, unfinished
 from fednl_runtime.tokenizer import Tokenizer
-
-LEARN = np.array([[1, 1]], np.float32)
-READ_ONLY = np.array([[1, 0]], np.float32)
-"""Adapt scales `[1, 2]`: a read-only turn keeps its token memories going and leaves the slow levels alone."""
 
 Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 
@@ -132,7 +128,7 @@ def run_turn(
     Raises:
         MemoryBreachError: the memory it would leave is not fit to keep.
     """
-    reader = Reader(backend, base, LEARN if request.learn else READ_ONLY)
+    reader = Reader(backend, base, np.array([LEARN if request.learn else FREEZE], np.float32))
     prompt = request.prompt or (() if base.logits is not None else (tokenizer.end_of_text,))
     surprise: list[float] = []
     for part in segments(base.tokens_seen, len(prompt), backend.segment):

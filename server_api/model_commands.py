@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-FILE = click.Path(dir_okay=False, path_type=Path)
-Command = TypeVar("Command", bound=Callable[..., Any])
+from fednl_runtime.server_api.local import FILE, Command
 
 
 def model_options(command: Command) -> Command:

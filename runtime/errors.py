@@ -17,6 +17,10 @@ class CheckpointError(FednlError):
     """A training checkpoint that is missing, damaged or of another configuration."""
 
 
+class RulesError(FednlError):
+    """A set of learning rules that is damaged or made for another model, or a model without a gradient graph."""
+
+
 class StateError(FednlError):
     """A memory state whose names, shapes or types do not fit the model."""
 
@@ -37,6 +41,26 @@ class SessionBusyError(FednlError):
     """Another turn is writing to the session."""
 
 
+class SessionExistsError(FednlError):
+    """A session of that name is there already."""
+
+
+class SnapshotNotFoundError(FednlError):
+    """The session keeps no such version."""
+
+
+class VersionConflictError(FednlError):
+    """The session is not at the version that the caller counted on."""
+
+
+class RetryMismatchError(FednlError):
+    """An idempotency key was used before with another request."""
+
+
+class StoreError(FednlError):
+    """The folder that keeps the sessions cannot be used: full, locked, damaged or not allowed."""
+
+
 class SessionLimitError(FednlError):
     """No further session fits into the memory set aside for sessions."""
 
@@ -47,6 +71,10 @@ class QueueFullError(FednlError):
 
 class ShuttingDownError(FednlError):
     """The engine takes no more turns, or rolled one back because it stops."""
+
+
+class CancelledTurnError(FednlError):
+    """The turn was cancelled by its caller and rolled back."""
 
 
 class MemoryBreachError(FednlError):

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import fednl_runtime
-from fednl_runtime.errors import FednlError, ModelFileError, RequestError, VerificationError
+from fednl_runtime.errors import FednlError, ModelFileError, RequestError, RulesError, VerificationError
 
 COMMANDS = {
     "serve": "serve_command:serve",
@@ -28,7 +28,7 @@ COMMANDS = {
 }
 """Where each command lives below this package, in the order of the help."""
 
-EXIT_CODES: Mapping[type[FednlError], int] = {RequestError: 2, ModelFileError: 3, VerificationError: 4}
+EXIT_CODES: Mapping[type[FednlError], int] = {RequestError: 2, ModelFileError: 3, RulesError: 3, VerificationError: 4}
 """Exit codes by error; 0 is success, 1 any other failure, 2 also wrong usage, 130 an interrupt."""
 INTERRUPTED = 130
 

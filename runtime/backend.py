@@ -30,6 +30,8 @@ class Backend(Protocol):
     """A loaded model: immutable, shared by all streams."""
 
     config: HopeConfig
+    fingerprint: str
+    """SHA-256 of configuration and weights: a memory made with other ones means nothing here."""
     segment: int
     """Calls never cross a multiple of this many tokens of absolute position."""
 

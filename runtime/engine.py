@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from fednl_runtime.backend import Backend
-from fednl_runtime.errors import RequestError
+from fednl_runtime.errors import RequestError, RetryMismatchError, VersionConflictError
 from fednl_runtime.guard import NormCaps
+from fednl_runtime.history import Mark, Start, digest, find_start
+from fednl_runtime.receipt import pack, unpack
+from fednl_runtime.records import Receipt, Record, Update
 from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.scheduler import Job, Scheduler
-from fednl_runtime.session import Session, SessionStore
-from fednl_runtime.state import Array, state_bytes
+from fednl_runtime.session import Session
+from fednl_runtime.state import Array, MemoryState, state_bytes
+from fednl_runtime.state_file import StateFormat
+from fednl_runtime.store import SessionStore, StoreLimits
 from fednl_runtime.tokenizer import Tokenizer
-from fednl_runtime.turn import Outcome, PromptEvent, TokenEvent, TurnReport, TurnRequest, run_turn
+from fednl_runtime.turn import Beginning, Ending, PromptEvent, TokenEvent, TurnReport, TurnRequest, run_turn
 
 Event: TypeAlias = PromptEvent | TokenEvent | TurnReport
+RETRY_S = 600
+"""Seconds within which a request that its client sends again without a key is taken for the same one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +42,40 @@ class EngineLimits:
     """Seconds a turn waits for another that writes to its session."""
     max_prompt_tokens: int = 262_144
     max_tokens: int = 8_192
-    session_bytes: int = 1 << 30
-    """Memory for all committed sessions together."""
+    store: StoreLimits = dataclasses.field(default_factory=StoreLimits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A turn that came to its end, and the version to commit, None if nothing is to be kept."""
+
+    report: TurnReport
+    after: Session | None = None
+    mark: Mark | None = None
+    receipt: Receipt | None = None
 
 
 class Turn:
     """A turn that was started: exactly one of `commit` and `close` ends it, `close` may follow either."""
 
-    def __init__(self, engine: Engine, job: Job) -> None:
-        self._engine, self._job = engine, job
+    def __init__(self, engine: Engine, job: Job, stop: threading.Event, request: TurnRequest) -> None:
+        self._engine, self._job, self._stop, self._request = engine, job, stop, request
 
     def commit(self, outcome: Outcome) -> TurnReport:
-        """Make the turn's memory the session's, if it was to learn, and let the next turn begin."""
+        """Make the turn's memory the session's, if it was to learn, and let the next turn begin.
+
+        It may block for as long as storing takes. Raises what `SessionStore.commit` does.
+        """
         try:
-            if outcome.report.learned:
-                self._engine.sessions.commit(outcome.base, outcome.after)
+            if outcome.after is None:
+                return outcome.report
+            return self._engine.commit(self._request, outcome)
         finally:
             self.close()
-        return outcome.report
+
+    def wrap_up(self) -> None:
+        """Let the turn end at its next step with what it has; its outcome comes as ever."""
+        self._stop.set()
 
     def close(self) -> None:
         """Roll back: the turn stops within one step and leaves no trace. After `commit`: nothing."""
@@ -65,13 +91,17 @@ class Engine:
         tokenizer: Tokenizer,
         limits: EngineLimits | None = None,
         caps: NormCaps | None = None,
+        folder: Path | None = None,
     ) -> None:
+        """An engine whose sessions are kept in `folder`, or in memory without one. Raises StoreError."""
         self.backend, self.tokenizer = backend, tokenizer
         self.limits, self.caps = limits or EngineLimits(), caps or NormCaps()
         self.state_bytes = state_bytes(backend.config)
         """Bytes of every session's memory, from its first token to its last."""
-        session_bytes = self.state_bytes + 4 * backend.config.vocab_size  # with the logits kept next to the state
-        self.sessions = SessionStore(backend.config, max(1, self.limits.session_bytes // session_bytes))
+        self.persistent = folder is not None
+        """Whether sessions outlive this process."""
+        form = StateFormat(backend.config, backend.fingerprint, tokenizer.fingerprint)
+        self.sessions = SessionStore(form, self.limits.store, folder)
         self.scheduler = Scheduler(self.limits.slots, self.limits.queue, self.limits.busy_wait_s)
 
     def check(self, request: TurnRequest) -> None:
@@ -100,9 +130,10 @@ class Engine:
             QueueFullError: too many turns wait already.
         """
         self.check(request)
-        job = Job(self._steps(request), deliver, request.session_id if request.writes else None)
+        stop = threading.Event()
+        job = Job(self._steps(request, stop), deliver, request.key if request.writes else None)
         self.scheduler.submit(job)
-        return Turn(self, job)
+        return Turn(self, job, stop, request)
 
     def turn(self, request: TurnRequest) -> Iterator[Event]:
         """Run a turn: its events, then the report once it was committed.
@@ -121,18 +152,129 @@ class Engine:
         finally:
             turn.close()
 
-    def score(self, tokens: tuple[int, ...], session_id: str | None = None) -> Array:
-        """Surprise -log p of each token `[T]` in nats, nan where nothing came before; nothing is learnt."""
-        request = TurnRequest(tokens, SamplingParams(max_tokens=0), session_id, learn=False)
+    def score(
+        self,
+        tokens: tuple[int, ...],
+        session_id: str | None = None,
+        owner: str = "",
+        learn: Literal[False, "dry_run"] = False,
+    ) -> Array:
+        """Surprise -log p of each token `[T]` in nats, nan where nothing came before; nothing is kept.
+
+        With `learn` "dry_run" the slow levels learn from each token before they score those that follow.
+        """
+        request = TurnRequest(tokens, SamplingParams(max_tokens=0), session_id, learn, owner=owner)
         pieces = [event.logprobs for event in self.turn(request) if isinstance(event, PromptEvent)]
         return -np.array([p for piece in pieces for p in piece], np.float64)
+
+    def commit(self, request: TurnRequest, outcome: Outcome) -> TurnReport:
+        """Store the version that a turn ended with. Raises what `SessionStore.commit` does."""
+        report, mark = outcome.report, outcome.mark
+        assert outcome.after is not None, "nothing to commit"
+        assert mark is not None, "a version has a mark"
+        update = Update(
+            version=mark.version,
+            kind="turn",
+            created=mark.created,
+            tokens=report.prompt_tokens - report.cached_tokens + report.completion_tokens,
+            update_norm=report.update_norm,
+            surprise=report.surprise,
+            request_id=request.request_id,
+        )
+        self.sessions.commit(outcome.after, mark, update, outcome.receipt)
+        return report
 
     def shutdown(self) -> None:
         """Stop the decode thread; turns that have not ended are rolled back."""
         self.scheduler.shutdown()
+        self.sessions.close()
 
-    def _steps(self, request: TurnRequest) -> Generator[PromptEvent | TokenEvent, None, Outcome]:
-        if request.writes and request.session_id is not None:
-            self.sessions.check_room(request.session_id)
-        base: Session = self.sessions.open(request.session_id)
-        return (yield from run_turn(self.backend, self.tokenizer, base, request, self.caps))
+    def _steps(self, request: TurnRequest, stop: threading.Event) -> Generator[PromptEvent | TokenEvent, None, Outcome]:
+        if request.key is None:
+            base = Session(None, MemoryState.zeros(self.backend.config))
+            ending = yield from self._run(Beginning(base, request.prompt), request, stop)
+            return Outcome(ending.report)
+        record = self.sessions.find(request.key)
+        if (receipt := self._receipt(record, request)) is not None:
+            events, report = unpack(receipt.data)
+            yield from events
+            return Outcome(report)
+        if request.expect_version not in (None, record.head.version):
+            raise VersionConflictError(
+                f"Session {request.session_id!r} is at version {record.head.version}, not {request.expect_version}."
+            )
+        if request.writes:
+            self.sessions.check_room(request.key)
+        text = self.tokenizer.decode_bytes(request.prompt)
+        start = find_start(record.head, record.marks, text, request.mode)
+        beginning = self._begin(record, start, request.prompt, text)
+        if not request.writes:
+            ending = yield from self._run(beginning, request, stop)
+            return Outcome(ending.report)
+        return (yield from self._write(beginning, start, text, request, stop))
+
+    def _receipt(self, record: Record, request: TurnRequest) -> Receipt | None:
+        """The receipt of the turn that `request` asks for once more, if it does. Raises RetryMismatchError."""
+        retry = request.retry
+        if retry is None or not request.writes or not (retry.key or retry.again):
+            return None
+        receipt = self.sessions.receipt(record.key, retry.key)
+        if retry.key is not None:
+            if receipt is not None and receipt.digest != retry.digest:
+                raise RetryMismatchError("The idempotency key was used with another request; take a new one.")
+            return receipt
+        fresh = receipt is not None and receipt.created > time.time() - RETRY_S
+        same = receipt is not None and (receipt.version, receipt.digest) == (record.head.version, retry.digest)
+        return receipt if fresh and same else None
+
+    def _begin(self, record: Record, start: Start, prompt: tuple[int, ...], text: bytes) -> Beginning:
+        """The memory a turn begins with, and what it has still to read."""
+        base = self.sessions.load(record, start.mark)
+        frozen = record.settings.frozen
+        if not start.skip:
+            return Beginning(base, prompt, start.mark.version, 0, frozen)
+        rest = tuple(self.tokenizer.encode(text[start.skip :].decode("utf-8", "replace")))
+        return Beginning(base, rest, start.mark.version, start.mark.tokens, frozen)
+
+    def _run(
+        self, beginning: Beginning, request: TurnRequest, stop: threading.Event
+    ) -> Generator[PromptEvent | TokenEvent, None, Ending]:
+        return (yield from run_turn(self.backend, self.tokenizer, beginning, request, self.caps, stop))
+
+    def _write(
+        self, beginning: Beginning, start: Start, text: bytes, request: TurnRequest, stop: threading.Event
+    ) -> Generator[PromptEvent | TokenEvent, None, Outcome]:
+        """Run a turn that writes to its session; note what its version will be known by."""
+        events: list[PromptEvent | TokenEvent] = []
+        steps = self._run(beginning, request, stop)
+        while True:
+            try:
+                event = next(steps)
+            except StopIteration as end:
+                ending: Ending = end.value
+                break
+            if isinstance(event, TokenEvent) or request.score_prompt:
+                events.append(event)
+            yield event
+        after, report = ending.after, dataclasses.replace(ending.report, persisted=self.persistent)
+        read = text[: start.skip] + self.tokenizer.decode_bytes(ending.prompt)
+        said = read + self.tokenizer.decode_bytes(ending.answer)
+        now = time.time()
+        mark = Mark(
+            version=after.version,
+            content=after.version,
+            parent=start.mark.version,
+            anchor=start.anchor,
+            tokens_seen=after.tokens_seen,
+            tokens=report.prompt_tokens + report.completion_tokens,
+            length=len(said),
+            digest=digest(said),
+            prompt_length=len(read),
+            prompt_digest=digest(read),
+            created=now,
+        )
+        retry = request.retry
+        receipt = None
+        if retry is not None:
+            receipt = Receipt(after.version, retry.digest, pack(events, report), retry.key, now)
+        return Outcome(report, after, mark, receipt)

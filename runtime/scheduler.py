@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from fednl_runtime.errors import QueueFullError, SessionBusyError, ShuttingDownError
+from fednl_runtime.session import SessionKey
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,7 +23,7 @@ class Job:
 
     steps: Generator[Any, None, Any]
     deliver: Callable[[Any], None]
-    key: str | None = None
+    key: SessionKey | None = None
     deadline: float | None = None
     """Monotonic time at which the job gives up waiting for its key, once it has begun to."""
     closed: bool = False
@@ -38,7 +39,7 @@ class Scheduler:
         self._wake = threading.Condition()
         self._waiting: list[Job] = []
         self._active: collections.deque[Job] = collections.deque()
-        self._keys: set[str] = set()
+        self._keys: set[SessionKey] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="fednl-decode", daemon=True)
         self._thread.start()
@@ -66,6 +67,11 @@ class Scheduler:
             if job.finished:
                 self._release(job)
             self._wake.notify()
+
+    def load(self) -> tuple[int, int]:
+        """How many jobs run, and how many wait."""
+        with self._wake:
+            return len(self._active), len(self._waiting)
 
     def shutdown(self) -> None:
         """Stop the thread after the step it is in; jobs that were not finished get ShuttingDownError."""
@@ -106,7 +112,8 @@ class Scheduler:
             job.deadline = now + self._busy_wait_s
         if now >= job.deadline:
             self._waiting.remove(job)
-            job.deliver(SessionBusyError(f"Another turn is still writing to session {job.key!r}; try again later."))
+            name = None if job.key is None else job.key.id
+            job.deliver(SessionBusyError(f"Another turn is still writing to session {name!r}; try again later."))
 
     def _patience(self) -> float | None:
         """Seconds until a waiting job gives up; None if none can."""

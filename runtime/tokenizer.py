@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 import tokenizers
@@ -36,6 +37,8 @@ class Tokenizer:
             raise ModelFileError(f"The tokenizer in the model file cannot be read ({error}).") from error
         if not isinstance(self._tokenizer.model, tokenizers.models.BPE):
             raise ModelFileError("The tokenizer in the model file is not byte-level BPE. Export the model again.")
+        self.fingerprint = hashlib.sha256(tokenizer_json.encode()).hexdigest()
+        """SHA-256 of the JSON that the tokenizer was made from."""
         self._tokenizer.model._resize_cache(0)  # it would keep words of one session for all, and grow with new text
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()

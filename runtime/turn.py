@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Generator, Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from fednl_runtime.backend import FREEZE, LEARN, Backend, segments
+from fednl_runtime.crash import crash_point
 from fednl_runtime.errors import MemoryBreachError
 from fednl_runtime.guard import NormCaps, check_memory, update_norm
+from fednl_runtime.history import Mode
 from fednl_runtime.sampling import SamplingParams, log_softmax, sample, top_logprobs
-from fednl_runtime.session import Session
+from fednl_runtime.session import Session, SessionKey
 from fednl_runtime.state import Array
 from fednl_runtime.text import TextStream, unfinished
 from fednl_runtime.tokenizer import Tokenizer
@@ -21,24 +24,50 @@ Alternatives: TypeAlias = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Retry:
+    """What tells a turn that was committed before from a new one.
+
+    `digest` is of the request. A turn under a `key` used before is answered again; without a key, one
+    that is sent `again`, as its client says, is answered again if it was the session's last.
+    """
+
+    digest: str
+    key: str | None = None
+    again: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class TurnRequest:
     """What a turn reads and how it answers.
 
-    With `learn` false, or without a session, the memory is a scratch copy that nobody keeps.
+    With `learn` false, or without a session, the memory is a scratch copy that nobody keeps and whose
+    slow levels are left alone; with "dry_run" they learn, and the copy is thrown away too.
     `score_prompt` asks for alternatives to the prompt's tokens too, as many as `params.logprobs`.
+    `owner` is whose session it is; `expect_version` the version it must be at; `mode` whether the
+    prompt repeats what the session has read.
     """
 
     prompt: tuple[int, ...]
     params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     session_id: str | None = None
-    learn: bool = True
+    learn: bool | Literal["dry_run"] = True
     score_prompt: bool = False
     choice: int = 0
+    owner: str = ""
+    mode: Mode = "append"
+    expect_version: int | None = None
+    retry: Retry | None = None
+    request_id: str | None = None
+
+    @property
+    def key(self) -> SessionKey | None:
+        """Owner and name of the session, None without one."""
+        return None if self.session_id is None else SessionKey(self.owner, self.session_id)
 
     @property
     def writes(self) -> bool:
         """Whether the turn means to commit a new version of a session."""
-        return self.learn and self.session_id is not None
+        return self.learn is True and self.session_id is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,30 +99,50 @@ class TokenEvent:
 class TurnReport:
     """What a turn did, told once it was committed or thrown away.
 
-    `tokens_seen` of a committed turn has grown by prompt_tokens + completion_tokens: every token is
-    read, the one that ended the answer included. `surprise` is the mean of -log p over the
-    prompt's tokens in nats, None if none had a prediction; `update_norm` is the Frobenius norm of
-    the change of the slow memories, also of a turn that was thrown away.
+    `prompt_tokens` are the whole prompt's, of which `cached_tokens` were in the memory already: a
+    committed turn has read prompt_tokens - cached_tokens + completion_tokens tokens, the one that
+    ended the answer included. `surprise` is the mean of -log p over the prompt's tokens in nats, None if
+    none had a prediction; `update_norm` is the Frobenius norm of the change of the slow memories, also
+    of a turn that was thrown away.
     """
 
     session_id: str | None
     version: int
+    parent_version: int
+    """Version whose memory the turn began from."""
     tokens_seen: int
     learned: bool
     update_norm: float
     surprise: float | None
     state_bytes: int
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     finish_reason: str
+    persisted: bool = False
+    """Whether the new version outlives this process."""
+    replayed: bool = False
+    """Whether this is the answer of a turn that was committed before."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """A turn that came to its end: the version it started from, the one that would follow, the report."""
+class Beginning:
+    """Where a turn begins: its memory, the tokens that are still to be read, and what was read of the prompt before."""
 
     base: Session
+    tokens: tuple[int, ...]
+    parent: int = 0
+    cached_tokens: int = 0
+    frozen: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """A turn that came to its end: the memory that would follow, the tokens read and chosen, and the report."""
+
     after: Session
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
     report: TurnReport
 
 
@@ -117,42 +166,60 @@ class Reader:
 
     def snapshot(self, base: Session, tail: bytes) -> Session:
         """The version that follows `base` after what was read."""
-        return Session(base.id, self._stream.snapshot(), base.version + 1, self.logits, tail)
+        return Session(base.key, self._stream.snapshot(), base.version + 1, self.logits, tail)
 
 
 def run_turn(
-    backend: Backend, tokenizer: Tokenizer, base: Session, request: TurnRequest, caps: NormCaps
-) -> Generator[PromptEvent | TokenEvent, None, Outcome]:
-    """Run a turn on a scratch copy of `base`, with at most one call of the model between two events.
+    backend: Backend,
+    tokenizer: Tokenizer,
+    start: Beginning,
+    request: TurnRequest,
+    caps: NormCaps,
+    stop: threading.Event,
+) -> Generator[PromptEvent | TokenEvent, None, Ending]:
+    """Run a turn on a scratch copy of its base, with at most one call of the model between two events.
+
+    Once `stop` is set nothing more is read: the turn ends with what it has.
 
     Raises:
         MemoryBreachError: the memory it would leave is not fit to keep.
     """
-    reader = Reader(backend, base, np.array([LEARN if request.learn else FREEZE], np.float32))
-    prompt = request.prompt or (() if base.logits is not None else (tokenizer.end_of_text,))
+    base, learns = start.base, request.learn is not False and not start.frozen
+    reader = Reader(backend, base, np.array([LEARN if learns else FREEZE], np.float32))
+    tokens = start.tokens or (() if base.logits is not None else (tokenizer.end_of_text,))
     surprise: list[float] = []
-    for part in segments(base.tokens_seen, len(prompt), backend.segment):
-        event = prompt_event(prompt[part], reader.read(prompt[part]), request)
+    read = 0
+    for part in segments(base.tokens_seen, len(tokens), backend.segment):
+        if stop.is_set():
+            break
+        event = prompt_event(tokens[part], reader.read(tokens[part]), request)
         surprise += [-p for p in event.logprobs if p is not None]
+        read = part.stop
         yield event
-    tail = unfinished(base.tail + tokenizer.decode_bytes(prompt))
-    answer, finish_reason = yield from generate(reader, tokenizer, prompt, request, tail)
+        crash_point("turn_in_prompt")
+    tokens = tokens[:read]
+    tail = unfinished(base.tail + tokenizer.decode_bytes(tokens))
+    answer, finish_reason = yield from generate(reader, tokenizer, tokens, request, tail, stop)
+    crash_point("turn_after_answer")
     tail = unfinished(tail + tokenizer.decode_bytes(answer))
     after = reader.snapshot(base, tail)
     check_memory(after.state, caps)
     kept = after if request.writes else base
-    return Outcome(
-        base,
+    return Ending(
         after,
+        tokens,
+        tuple(answer),
         TurnReport(
             session_id=base.id,
             version=kept.version,
+            parent_version=start.parent,
             tokens_seen=kept.tokens_seen,
             learned=request.writes,
             update_norm=update_norm(base.state, after.state),
             surprise=float(np.mean(surprise)) if surprise else None,
             state_bytes=after.state.nbytes,
-            prompt_tokens=len(prompt),
+            prompt_tokens=start.cached_tokens + len(tokens),
+            cached_tokens=start.cached_tokens,
             completion_tokens=len(answer),
             finish_reason=finish_reason,
         ),
@@ -172,14 +239,19 @@ def prompt_event(tokens: tuple[int, ...], logits: Array, request: TurnRequest) -
 
 
 def generate(
-    reader: Reader, tokenizer: Tokenizer, prompt: tuple[int, ...], request: TurnRequest, tail: bytes
+    reader: Reader,
+    tokenizer: Tokenizer,
+    prompt: tuple[int, ...],
+    request: TurnRequest,
+    tail: bytes,
+    stop: threading.Event,
 ) -> Generator[TokenEvent, None, tuple[list[int], str]]:
     """Choose and read up to max_tokens tokens; return them and why the answer ended."""
     params, rng = request.params, request.params.rng(request.choice)
     text = TextStream(params.stop, tail)
     seen, answer = set(prompt), list[int]()
     finish_reason = None
-    while finish_reason is None and len(answer) < params.max_tokens:
+    while finish_reason is None and len(answer) < params.max_tokens and not stop.is_set():
         assert reader.logits is not None, "a prompt is never empty before the first token"
         token = sample(reader.logits, params, rng, seen)
         seen.add(token)
@@ -188,6 +260,7 @@ def generate(
         finish_reason = event.finish_reason
         yield event
         reader.read([token])
+        crash_point("turn_in_answer")
     return answer, finish_reason or "length"
 
 

@@ -54,17 +54,18 @@ def serve(
     from fednl_runtime.server_api.app import create_app
     from fednl_runtime.server_api.banner import banner
     from fednl_runtime.server_api.edge import is_loopback
-    from fednl_runtime.server_api.openai_routes import Served
+    from fednl_runtime.server_api.served import Served
+    from fednl_runtime.store import StoreLimits
 
     api_key = os.environ.get(KEY_VARIABLE, "").strip() or None  # no header can carry the line end of a key file
     if api_key is None and not is_loopback(host):
         raise click.UsageError(f"{host} can be reached from other machines: set {KEY_VARIABLE} to a secret key first.")
     path = chosen(file, option)
     backend = load(path, threads)
-    limits = EngineLimits(slots=slots, queue=queue, max_tokens=max_tokens, session_bytes=session_memory)
+    limits = EngineLimits(slots=slots, queue=queue, max_tokens=max_tokens, store=StoreLimits(resident_bytes=session_memory))
     with listen(host, port) as sock, engine_on(backend, limits) as engine:
         click.echo(banner(backend.model, engine, sock.getsockname(), api_key is not None), err=True)
-        run(create_app(Served(engine, backend.model.name, int(path.stat().st_mtime)), api_key), sock)
+        run(create_app(Served.of(engine, backend.model, path), api_key), sock)
 
 
 def listen(host: str, port: int) -> socket.socket:

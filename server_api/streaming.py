@@ -1,21 +1,21 @@
-"""Turns and event streams on the event loop; a client that goes away rolls its turn back."""
+"""Turns and event streams on the event loop; a request that is to stop rolls its turn back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from fednl_runtime.engine import Engine, Event
+from fednl_runtime.engine import Engine, Event, Outcome
 from fednl_runtime.errors import FednlError, ShuttingDownError
 from fednl_runtime.server_api.errors import DisconnectedError, GenerationError, error_event, log
-from fednl_runtime.turn import Outcome, TurnRequest
+from fednl_runtime.server_api.running import Stop
+from fednl_runtime.turn import TurnRequest
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -26,30 +26,15 @@ def sse(body: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-@contextlib.asynccontextmanager
-async def watching(request: Request) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that ends when the client of `request`, whose body was read, goes away."""
-
-    async def until_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.create_task(until_gone())
-    try:
-        yield task
-    finally:
-        task.cancel()
-
-
 async def turn_events(
-    engine: Engine, turn_request: TurnRequest, gone: asyncio.Task[None], keep_alive_s: float
+    engine: Engine, turn_request: TurnRequest, stop: Stop, keep_alive_s: float
 ) -> AsyncGenerator[Event | None, None]:
     """The events of a turn and the report once it was committed; None after each `keep_alive_s` of silence.
 
-    The turn commits when what follows its last token is asked for and `gone` has not ended.
+    The turn commits when what follows its last token is asked for and `stop` is not done.
 
     Raises:
-        DisconnectedError: `gone` ended first; the turn was rolled back.
+        DisconnectedError, CancelledTurnError: `stop` was done first; the turn was rolled back.
         ShuttingDownError: the server cancelled the request; the turn was rolled back.
     """
     loop = asyncio.get_running_loop()
@@ -59,23 +44,23 @@ async def turn_events(
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
-    def leave(_: asyncio.Task[None]) -> None:
-        inbox.put_nowait(DisconnectedError())
+    def leave(stop: Stop) -> None:
+        inbox.put_nowait(stop.result())
 
     turn = engine.start(turn_request, deliver)
-    gone.add_done_callback(leave)
+    stop.add_done_callback(leave)
     try:
         while not isinstance(event := await next_event(inbox, keep_alive_s), Outcome):
             yield event
             await asyncio.sleep(0)  # others have their turn, and a disconnect is seen
-            if gone.done():
-                raise DisconnectedError
-        yield turn.commit(event)
+            if stop.done():
+                raise stop.result()
+        yield await asyncio.to_thread(turn.commit, event)
     except asyncio.CancelledError as error:  # the time that a stopping server gives to open requests is over
         raise ShuttingDownError("The server is stopping; the turn was rolled back.") from error
     finally:
         turn.close()
-        gone.remove_done_callback(leave)
+        stop.remove_done_callback(leave)
 
 
 async def next_event(inbox: asyncio.Queue[Any], keep_alive_s: float) -> Any:

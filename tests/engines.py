@@ -17,6 +17,7 @@ from tokenizers import models, pre_tokenizers
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.engine import Engine, EngineLimits
 from fednl_runtime.reference import Parameters, run
+from fednl_runtime.session import Session, SessionKey
 from fednl_runtime.state import Array, MemoryState, Tokens
 from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -42,6 +43,12 @@ NO_END = ((TOKENIZER.end_of_text, -100.0),)
 """A logit bias with which an answer goes on to its last token."""
 ENDLESS = {"logit_bias": {str(token): bias for token, bias in NO_END}}
 """The same as a field of a request."""
+
+
+def committed(engine: Engine, session_id: str, owner: str = "") -> Session:
+    """The committed version of a session; its arrays are the same objects as long as it is resident."""
+    record = engine.sessions.get(SessionKey(owner, session_id))
+    return engine.sessions.load(record, record.head)
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -83,6 +90,7 @@ class NumpyBackend:
 
     def __init__(self, config: HopeConfig = CONFIG, segment: int = 7, seed: int = 0) -> None:
         self.config, self.segment = config, segment
+        self.fingerprint = f"random {seed}"
         self.params: Parameters = {n: p.astype(np.float32) for n, p in random_params(config, seed).items()}
         self.calls: list[tuple[int, int]] = []
         self.fail_at: int | None = None
@@ -94,9 +102,11 @@ class NumpyBackend:
 
 
 @contextmanager
-def running_engine(limits: EngineLimits | None = None, segment: int = 7) -> Iterator[Engine]:
+def running_engine(
+    limits: EngineLimits | None = None, segment: int = 7, folder: Path | None = None
+) -> Iterator[Engine]:
     """An engine on the tiny backend, shut down at the end."""
-    engine = Engine(NumpyBackend(segment=segment), TOKENIZER, limits)
+    engine = Engine(NumpyBackend(segment=segment), TOKENIZER, limits, folder=folder)
     try:
         yield engine
     finally:

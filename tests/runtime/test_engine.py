@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import CONFIG, NO_END, TOKENIZER, NumpyBackend, running_engine
+from engines import CONFIG, NO_END, TOKENIZER, NumpyBackend, committed, running_engine
 
-from fednl_runtime.engine import Engine, EngineLimits
+from fednl_runtime.engine import Engine, EngineLimits, Outcome
 from fednl_runtime.errors import (
     FednlError,
     MemoryBreachError,
@@ -26,9 +26,11 @@ from fednl_runtime.errors import (
 from fednl_runtime.guard import NormCaps
 from fednl_runtime.reference import run
 from fednl_runtime.sampling import SamplingParams, log_softmax
-from fednl_runtime.session import Session
+from fednl_runtime.session import Session, SessionKey
 from fednl_runtime.state import MemoryState, state_bytes
-from fednl_runtime.turn import Outcome, PromptEvent, TokenEvent, TurnReport, TurnRequest
+from fednl_runtime.state_file import HEADER_BYTES
+from fednl_runtime.store import StoreLimits
+from fednl_runtime.turn import PromptEvent, TokenEvent, TurnReport, TurnRequest
 
 PROMPT = tuple(TOKENIZER.encode("hello the other day"))
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -79,7 +81,7 @@ def test_a_turn_computes_what_the_reference_computes(engine: Engine) -> None:
     logits, state = run(engine.backend.params, CONFIG, np.array([[*PROMPT, *tokens]]), MemoryState.zeros(CONFIG))
     assert logits[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == tokens
     assert text == TOKENIZER.decode(tokens)
-    session = engine.sessions.get("a")
+    session = committed(engine, "a")
     np.testing.assert_array_equal(session.logits, logits[0, -1])
     for name, tensor in state.tensors.items():
         np.testing.assert_array_equal(session.state.tensors[name], tensor)
@@ -101,7 +103,7 @@ def test_a_prompt_cut_into_two_turns_leaves_the_same_session(engine: Engine, cut
     two, *_ = answer(engine, ask(PROMPT[cut:], session_id="two"))
     one, *_ = answer(engine, ask(session_id="one"))
     assert one == two
-    assert same_session(engine.sessions.get("one"), engine.sessions.get("two"))
+    assert same_session(committed(engine, "one"), committed(engine, "two"))
 
 
 def test_an_empty_prompt_goes_on_from_the_last_logits(engine: Engine) -> None:
@@ -119,11 +121,11 @@ def test_an_empty_prompt_of_a_fresh_session_is_the_end_of_text(engine: Engine) -
 
 def test_a_turn_that_does_not_learn_leaves_the_session_as_it_was(engine: Engine) -> None:
     answer(engine, ask(session_id="a"))
-    before = engine.sessions.get("a")
+    before = committed(engine, "a")
     first, _, report = answer(engine, ask(session_id="a", learn=False))
     again, *_ = answer(engine, ask(session_id="a", learn=False))
     assert first == again
-    assert engine.sessions.get("a") is before
+    assert committed(engine, "a").state is before.state
     assert (report.version, report.tokens_seen, report.learned) == (1, before.tokens_seen, False)
     assert report.update_norm == 0
 
@@ -145,11 +147,11 @@ def test_a_turn_without_a_session_keeps_nothing(engine: Engine) -> None:
 @pytest.mark.parametrize("events", [0, 1, 4, 6])
 def test_closing_the_iterator_rolls_back_at_any_event(engine: Engine, events: int) -> None:
     answer(engine, ask(session_id="a"))
-    before = engine.sessions.get("a")
+    before = committed(engine, "a")
     turn = engine.turn(ask(session_id="a"))
     list(itertools.islice(turn, events))
     turn.close()  # type: ignore[attr-defined]
-    assert engine.sessions.get("a") is before
+    assert committed(engine, "a").state is before.state
     assert answer(engine, ask(session_id="a"))[2].version == 2
 
 
@@ -179,7 +181,7 @@ def test_an_error_of_the_backend_rolls_back_and_the_engine_goes_on(engine: Engin
     with pytest.raises(RuntimeError, match="broke"):
         answer(engine, ask(session_id="a"))
     with pytest.raises(SessionNotFoundError):
-        engine.sessions.get("a")
+        committed(engine, "a")
     engine.backend.fail_at = None
     assert answer(engine, ask(session_id="a"))[2].version == 1
 
@@ -189,7 +191,7 @@ def test_a_memory_beyond_its_cap_is_discarded() -> None:
     with pytest.raises(MemoryBreachError, match="above 1e-06"):
         answer(engine, ask(session_id="a"))
     with pytest.raises(SessionNotFoundError):
-        engine.sessions.get("a")
+        committed(engine, "a")
     engine.shutdown()
 
 
@@ -199,13 +201,14 @@ def test_a_memory_that_is_not_finite_is_discarded(engine: Engine) -> None:
     engine.backend.params = {**engine.backend.params, "layers.0.w_in": np.full((30, 6), np.nan, np.float32)}
     with pytest.raises(MemoryBreachError, match="not finite"):
         answer(engine, ask(session_id="a"))
-    assert engine.sessions.get("a").version == 1
+    assert committed(engine, "a").version == 1
 
 
 def test_interleaved_sessions_answer_as_if_alone() -> None:
     prompts = {name: tuple(TOKENIZER.encode(f"{name} the {name * 9}")) for name in ("x", "yy", "zzz", "w")}
     with running_engine() as alone:
         expected = {name: answer(alone, ask(p, session_id=name))[0] for name, p in prompts.items()}
+        memories = {name: committed(alone, name) for name in prompts}
     with running_engine(EngineLimits(slots=3)) as engine:
         engine.backend.delay_s = 0.001
         turns = {name: start(engine, ask(p, session_id=name)) for name, p in prompts.items()}
@@ -216,7 +219,7 @@ def test_interleaved_sessions_answer_as_if_alone() -> None:
             turn.commit(event)
             assert [e.token for e in events if isinstance(e, TokenEvent)] == expected[name]
         for name in prompts:
-            assert same_session(engine.sessions.get(name), alone.sessions.get(name))
+            assert same_session(committed(engine, name), memories[name])
 
 
 def test_a_long_prompt_stalls_a_neighbour_for_no_more_than_one_segment(engine: Engine) -> None:
@@ -263,14 +266,14 @@ def test_a_full_queue_is_refused_at_once() -> None:
 
 
 def test_sessions_beyond_the_byte_budget_are_refused_and_deleting_makes_room() -> None:
-    one = state_bytes(CONFIG) + 4 * CONFIG.vocab_size
-    with running_engine(EngineLimits(session_bytes=2 * one + 1)) as engine:
+    one = state_bytes(CONFIG) + 4 * CONFIG.vocab_size + HEADER_BYTES
+    with running_engine(EngineLimits(store=StoreLimits(resident_bytes=2 * one, versions=1))) as engine:
         for name in ("a", "b"):
             answer(engine, ask(session_id=name))
         with pytest.raises(SessionLimitError):
             answer(engine, ask(session_id="c"))
         assert answer(engine, ask(session_id="a"))[2].version == 2
-        engine.sessions.delete("b")
+        engine.sessions.delete(SessionKey("", "a"))
         assert answer(engine, ask(session_id="c"))[2].version == 1
 
 
@@ -278,11 +281,11 @@ def test_a_session_deleted_while_a_turn_runs_stays_deleted(engine: Engine) -> No
     answer(engine, ask(session_id="a"))
     turn, inbox = start(engine, ask(session_id="a"))
     outcome = wait_for(inbox, Outcome)
-    engine.sessions.delete("a")
+    engine.sessions.delete(SessionKey("", "a"))
     with pytest.raises(SessionNotFoundError, match="deleted while"):
         turn.commit(outcome)
     with pytest.raises(SessionNotFoundError):
-        engine.sessions.get("a")
+        committed(engine, "a")
     assert answer(engine, ask(session_id="a"))[2].version == 1
 
 
@@ -308,9 +311,9 @@ def test_score_is_the_surprise_of_the_reference(engine: Engine) -> None:
 
 def test_scoring_in_a_session_scores_the_first_token_and_changes_nothing(engine: Engine) -> None:
     answer(engine, ask(session_id="a"))
-    before = engine.sessions.get("a")
+    before = committed(engine, "a")
     assert np.isfinite(engine.score(PROMPT, "a")).all()
-    assert engine.sessions.get("a") is before
+    assert committed(engine, "a").state is before.state
 
 
 def test_the_reported_surprise_is_the_mean_over_the_prompt(engine: Engine) -> None:
@@ -384,7 +387,7 @@ def test_many_threads_on_few_sessions_lose_no_version(engine: Engine) -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert [engine.sessions.get(name).version for name in "ab"] == [10, 10]
+    assert [committed(engine, name).version for name in "ab"] == [10, 10]
 
 
 def test_errors_of_the_engine_are_sentences() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import TOKENIZER, write_tiny_model
+from engines import TOKENIZER, committed, write_tiny_model
 
-from fednl_runtime.engine import Engine, EngineLimits
+from fednl_runtime.engine import Engine, EngineLimits, Outcome
 from fednl_runtime.onnx_backend import load
 from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.tokenizer import Tokenizer
-from fednl_runtime.turn import Outcome, TokenEvent, TurnRequest
+from fednl_runtime.turn import TokenEvent, TurnRequest
 
 PROMPT = tuple(TOKENIZER.encode("the other day hello the other day " * 5))
 PARAMS = SamplingParams(seed=5, max_tokens=33)
@@ -35,7 +35,7 @@ def answer(engine: Engine, prompt: tuple[int, ...], session_id: str, params: Sam
 
 def tensors(engine: Engine, session_id: str) -> dict[str, Any]:
     """The memory of a session and its last logits."""
-    session = engine.sessions.get(session_id)
+    session = committed(engine, session_id)
     return {**session.state.tensors, "logits": session.logits}
 
 

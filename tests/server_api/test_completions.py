@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from engines import CONFIG, TOKENIZER
+from engines import CONFIG, TOKENIZER, committed
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.server_api.schemas import CompletionRequest
@@ -175,16 +175,16 @@ def test_a_session_goes_on_where_it_was(client: openai.OpenAI) -> None:
 def test_a_stream_reports_what_was_committed(client: openai.OpenAI, engine: Engine) -> None:
     name = fresh()
     last = list(complete(client, session_id=name, stream=True))[-1]
-    assert last.session["version"] == 1 == engine.sessions.get(name).version
+    assert last.session["version"] == 1 == committed(engine, name).version
 
 
 def test_learn_false_leaves_the_session_alone(client: openai.OpenAI, engine: Engine) -> None:
     name = fresh()
     complete(client, session_id=name)
-    before = engine.sessions.get(name)
+    before = committed(engine, name)
     body = complete(client, session_id=name, learn=False, n=2)
     assert (body.session["version"], body.session["learned"]) == (1, False)
-    assert engine.sessions.get(name) is before
+    assert committed(engine, name).state is before.state
 
 
 def test_the_session_header_serves_clients_without_extra_fields(http: httpx.Client) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from engines import ENDLESS, running_engine, until
+from engines import ENDLESS, committed, running_engine, until
 from timing import within
 
 from fednl_runtime.engine import Engine
@@ -46,14 +46,14 @@ def test_a_client_that_leaves_rolls_its_turn_back(
 ) -> None:
     name = f"left-{stream}"
     http.post("/v1/completions", json={"prompt": "abc", "session_id": name})
-    before = engine.sessions.get(name)
+    before = committed(engine, name)
     engine.backend.delay_s = 0.005
     calls = len(engine.backend.calls)
     sock = post(address, prompt="abc", session_id=name, stream=stream, max_tokens=1500)
     until(lambda: len(engine.backend.calls) >= calls + 5)
     sock.close()
     assert wait_idle(engine) < calls + 500
-    assert engine.sessions.get(name) is before
+    assert committed(engine, name).state is before.state
     engine.backend.delay_s = 0.0
     response = http.post("/v1/completions", json={"prompt": "abc", "session_id": name})
     assert response.json()["session"]["version"] == 2
@@ -79,7 +79,7 @@ def test_a_client_that_leaves_during_a_long_prompt_stops_it(address: str, http: 
     sock.close()
     assert wait_idle(engine) < calls + 30
     with pytest.raises(SessionNotFoundError):
-        engine.sessions.get("long")
+        committed(engine, "long")
 
 
 def test_a_client_that_leaves_while_it_waits_is_forgotten(address: str, http: httpx.Client, engine: Engine) -> None:
@@ -92,7 +92,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(address: str, http: ht
     first.close()
     wait_idle(engine)
     with pytest.raises(SessionNotFoundError):
-        engine.sessions.get("w")
+        committed(engine, "w")
 
 
 def test_silence_is_kept_alive_by_comments(serve: Serve) -> None:
@@ -130,7 +130,7 @@ def test_a_request_that_a_stopping_server_cuts_short_is_told_so(serve: Serve, st
         with sock, sock.makefile("rb") as answer:
             assert b'"code": "shutting_down"' in answer.read().split(b"data: ")[-1]
         with pytest.raises(SessionNotFoundError):
-            engine.sessions.get("a")
+            committed(engine, "a")
 
 
 def test_a_stopping_server_does_not_wait_for_an_open_stream(serve: Serve) -> None:
@@ -143,4 +143,4 @@ def test_a_stopping_server_does_not_wait_for_an_open_stream(serve: Serve) -> Non
             wait_idle(engine)
         sock.close()
         with pytest.raises(SessionNotFoundError):
-            engine.sessions.get("a")
+            committed(engine, "a")

@@ -22,6 +22,7 @@ from fednl_runtime.guard import NormCaps
 from fednl_runtime.server_api.errors import STATUSES, GenerationError, ModelNotFoundError, describe
 from fednl_runtime.server_api.schemas import KINDS, CompletionRequest
 from fednl_runtime.server_api.streaming import sse
+from fednl_runtime.store import StoreLimits
 
 URL = "/v1/completions"
 Serve = Callable[..., contextlib.AbstractContextManager[str]]
@@ -227,7 +228,7 @@ def test_a_full_queue_is_429(http: httpx.Client, address: str, engine: Engine) -
 
 
 def test_too_many_sessions_are_429_and_not_retried(serve: Serve) -> None:
-    with running_engine(EngineLimits(session_bytes=1)) as engine, serve(engine) as address:
+    with running_engine(EngineLimits(store=StoreLimits(resident_bytes=1))) as engine, serve(engine) as address:
         assert httpx.post(address + URL, json={"prompt": "a", "session_id": "a"}).status_code == 200
         response = httpx.post(address + URL, json={"prompt": "a", "session_id": "b"})
         check_shape(response, 429, "session_limit")

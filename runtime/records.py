@@ -1,0 +1,241 @@
+"""What is known of sessions besides their memory, in one SQLite database: versions, settings, receipts, provenance."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fednl_runtime.crash import crash_point
+from fednl_runtime.errors import StoreError
+from fednl_runtime.history import Mark
+from fednl_runtime.session import SessionKey
+
+FORMAT = 1
+RECEIPT_S = 24 * 3600
+"""Seconds for which a committed turn can be asked for again."""
+MAX_UPDATES = 1000
+"""Entries of a session's provenance log; the oldest go first."""
+SCHEMA = """
+create table session (owner text, id text, head integer not null, settings text not null, created real not null,
+  used real not null, primary key (owner, id)) strict, without rowid;
+create table mark (owner text, id text, version integer, content integer not null, data text not null,
+  primary key (owner, id, version), foreign key (owner, id) references session on delete cascade) strict, without rowid;
+create table receipt (owner text, id text, version integer, retry_key text, digest text not null, created real not null,
+  data text not null, primary key (owner, id, version),
+  foreign key (owner, id) references session on delete cascade) strict, without rowid;
+create table provenance (owner text, id text, version integer, data text not null, primary key (owner, id, version),
+  foreign key (owner, id) references session on delete cascade) strict, without rowid;
+"""
+PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON", "busy_timeout = 5000")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a user may set of a session.
+
+    `frozen`: the slow levels learn nothing more, the conversation goes on. `sync`: its text may train
+    the rules on this device. `ttl_s`: seconds after its last use at which it is deleted, None for never.
+    """
+
+    frozen: bool = False
+    sync: bool = True
+    ttl_s: float | None = None
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A session without its memory: its versions, oldest first, and what was set."""
+
+    key: SessionKey
+    marks: tuple[Mark, ...] = ()
+    settings: Settings = dataclasses.field(default_factory=Settings)
+    created: float = 0.0
+    used: float = 0.0
+
+    @property
+    def head(self) -> Mark:
+        """The committed version."""
+        return self.marks[-1] if self.marks else Mark()
+
+    def expired(self, now: float) -> bool:
+        """Whether the session has outlived its time."""
+        return self.settings.ttl_s is not None and now > self.used + self.settings.ttl_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """An entry of the provenance log: what made a version, and how much was learnt.
+
+    `kind` is turn, rollback, reset, fork or import. `tokens` were read, `update_norm` is the Frobenius
+    norm of the change of the slow memories, `surprise` the mean over the prompt in nats.
+    """
+
+    version: int
+    kind: str
+    created: float
+    tokens: int = 0
+    update_norm: float = 0.0
+    surprise: float | None = None
+    frozen: bool = False
+    request_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Receipt:
+    """A committed turn's answer, kept so that a retry gets it again instead of teaching the session twice.
+
+    `digest` is of the request, `retry_key` what its caller named it, if anything; `data` is the answer as JSON.
+    """
+
+    version: int
+    digest: str
+    data: str
+    retry_key: str | None = None
+    created: float = 0.0
+
+
+class Records:
+    """The database; safe to use from several threads."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Open or create it, in memory without `path`. Raises StoreError."""
+        self._lock = threading.Lock()
+        with _storing("opened"):
+            if path is not None:
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+            for pragma in PRAGMAS:
+                self._db.execute(f"pragma {pragma}")
+            (found,) = self._db.execute("pragma user_version").fetchone()
+            if found == 0:
+                self._db.executescript(f"begin; {SCHEMA} pragma user_version = {FORMAT}; commit;")
+            elif found != FORMAT:
+                raise StoreError(f"The sessions in {path} were kept by a newer version. Upgrade fednl-runtime.")
+
+    def close(self) -> None:
+        """Close the database; nothing may be asked of it afterwards."""
+        with self._lock:
+            self._db.close()
+
+    def get(self, key: SessionKey) -> Record | None:
+        """What is known of a session, None if it does not exist."""
+        query = "select settings, created, used from session where owner = ? and id = ?"
+        with self._read() as db:
+            row = db.execute(query, key).fetchone()
+            marks = db.execute("select data from mark where owner = ? and id = ? order by version", key).fetchall()
+        if row is None:
+            return None
+        return Record(key, tuple(Mark.from_json(m) for (m,) in marks), Settings(**json.loads(row[0])), *row[1:])
+
+    def keys(self, owner: str, after: str, limit: int) -> list[SessionKey]:
+        """The sessions of an owner by name, at most `limit` of those that follow `after`."""
+        query = "select id from session where owner = ? and id > ? order by id limit ?"
+        with self._read() as db:
+            return [SessionKey(owner, name) for (name,) in db.execute(query, (owner, after, limit))]
+
+    def all_keys(self) -> list[SessionKey]:
+        """Every session of every owner."""
+        with self._read() as db:
+            return [SessionKey(*row) for row in db.execute("select owner, id from session")]
+
+    def expired(self, now: float) -> list[SessionKey]:
+        """The sessions that have outlived their time."""
+        query = "select owner, id from session where used + json_extract(settings, '$.ttl_s') < ?"
+        with self._read() as db:
+            return [SessionKey(*row) for row in db.execute(query, (now,))]
+
+    def counts(self) -> tuple[int, int]:
+        """Number of sessions, and of different memories that their versions refer to."""
+        contents = "select count(*) from (select distinct owner, id, content from mark where content > 0)"
+        with self._read() as db:
+            return db.execute("select count(*) from session").fetchone()[0], db.execute(contents).fetchone()[0]
+
+    def receipt(self, key: SessionKey, retry_key: str | None) -> Receipt | None:
+        """The receipt under `retry_key`, or the last one if that is None; None if there is none or it is too old."""
+        named = "and retry_key = ?" if retry_key is not None else ""
+        query = f"select version, digest, data, retry_key, created from receipt where owner = ? and id = ? {named}"
+        values = (*key, *([retry_key] if retry_key is not None else []), time.time() - RECEIPT_S)
+        with self._read() as db:
+            row = db.execute(f"{query} and created > ? order by version desc limit 1", values).fetchone()
+        return None if row is None else Receipt(*row)
+
+    def updates(self, key: SessionKey, after: int, limit: int) -> list[Update]:
+        """The provenance log, oldest first, of versions above `after`."""
+        query = "select data from provenance where owner = ? and id = ? and version > ? order by version limit ?"
+        with self._read() as db:
+            return [Update(**json.loads(data)) for (data,) in db.execute(query, (*key, after, limit))]
+
+    def commit(self, record: Record, update: Update | None = None, receipt: Receipt | None = None) -> None:
+        """Store a record whole, with what made it, in one transaction. Raises StoreError."""
+        key = record.key
+        with self._write() as db:
+            db.execute(
+                "insert into session values (?, ?, ?, ?, ?, ?) on conflict do update set "
+                "head = excluded.head, settings = excluded.settings, used = excluded.used",
+                (*key, record.head.version, _dump(record.settings), record.created, record.used),
+            )
+            kept = [mark.version for mark in record.marks]
+            marks = ", ".join(map(str, kept))
+            db.execute(f"delete from mark where owner = ? and id = ? and version not in ({marks})", key)
+            db.executemany(
+                "insert or replace into mark values (?, ?, ?, ?, ?)",
+                [(*key, mark.version, mark.content, _dump(mark)) for mark in record.marks],
+            )
+            if update is not None:
+                db.execute("insert into provenance values (?, ?, ?, ?)", (*key, update.version, _dump(update)))
+                oldest = update.version - MAX_UPDATES
+                db.execute("delete from provenance where owner = ? and id = ? and version <= ?", (*key, oldest))
+            db.execute(
+                "delete from receipt where owner = ? and id = ? and (created < ? or version < ?)",
+                (*key, record.used - RECEIPT_S, min(kept, default=0)),
+            )
+            if receipt is not None:
+                values = (receipt.version, receipt.retry_key, receipt.digest, receipt.created, receipt.data)
+                db.execute("insert into receipt values (?, ?, ?, ?, ?, ?, ?)", (*key, *values))
+            crash_point("records_before_commit")
+        crash_point("records_after_commit")
+
+    def delete(self, key: SessionKey) -> bool:
+        """Forget a session, leaving nothing of it in the file; say whether there was one. Raises StoreError."""
+        with self._write() as db:
+            found = db.execute("delete from session where owner = ? and id = ?", key).rowcount > 0
+        with self._read() as db:
+            db.execute("pragma wal_checkpoint(TRUNCATE)").fetchall()
+        return found
+
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, _storing("read"):
+            yield self._db
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, _storing("written"):
+            self._db.execute("begin immediate")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("rollback")
+                raise
+            self._db.execute("commit")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(dataclasses.asdict(value))
+
+
+@contextlib.contextmanager
+def _storing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"The session database cannot be {what} ({error}). Make room, or mend its folder.") from error

@@ -93,12 +93,21 @@ def close_cms(ops: Ops, c: HopeConfig, layer: int, closing: str, slow: str) -> s
 
 def close_top(ops: Ops, c: HopeConfig, power: float, embedding: str) -> str:
     """F <- lambda F - eps / power * sum_t p_t g_t^T with the pending chunk's exact gradients g, |F| bounded."""
-    slow, closing = scale_and_mask(ops, 1, (c.top_period,), 3)
     first = ops("Slice", "input_ids", ops.ints(0), ops.ints(1), ops.ints(1))
+    return step_top(ops, c, power, pending_gradient(ops, c, embedding, first))
+
+
+def pending_gradient(ops: Ops, c: HopeConfig, embedding: str, first: str) -> str:
+    """g `[B, C, d]` of the pending tokens, whose last target is the token `first [B, 1]`."""
     known = ops("Slice", "past.top.token", ops.ints(1), ops.ints(c.top_period), ops.ints(1))
     targets = ops("Concat", ops("Cast", known, to=TensorProto.INT64), first, axis=1)
     guess = ops("Softmax", ops.product("past.top.h", embedding, 2, trans_y=True), axis=-1)
-    g = ops("Sub", ops("MatMul", guess, embedding), ops("Gather", embedding, targets))
+    return ops("Sub", ops("MatMul", guess, embedding), ops("Gather", embedding, targets))
+
+
+def step_top(ops: Ops, c: HopeConfig, power: float, g: str) -> str:
+    """F of the top level in rows that close a chunk: stepped on the pending gradients g `[B, C, d]`."""
+    slow, closing = scale_and_mask(ops, 1, (c.top_period,), 3)
     eps = ops("Mul", ops("Sigmoid", "rule.top.step"), ops.const(2 / power))
     gradient = ops("Mul", eps, ops.product("past.top.p", g, 3, trans_x=True))
     stepped = ops("Sub", decayed(ops, "past.top.f", slow, "rule.top.decay", (1,)), gradient)

@@ -124,6 +124,11 @@ def split_memories(ops: Ops, c: HopeConfig, name: str, shape: tuple[int, ...]) -
 
 def add_layers(ops: Ops, c: HopeConfig) -> None:
     """All nodes from the tokens to the logits."""
+    ops.product(add_hidden(ops, c), "embedding:f32", 2, trans_y=True, out="logits")
+
+
+def add_hidden(ops: Ops, c: HopeConfig) -> str:
+    """All nodes from the tokens to the hidden state `[B, T, d]` that the logits are read from."""
     call = blocks.prepare(ops, c)
     x, added = ops("Gather", "embedding:f32", "input_ids"), ""
     for i in range(c.n_layer):
@@ -132,9 +137,7 @@ def add_layers(ops: Ops, c: HopeConfig) -> None:
         if c.n_cms:
             x, added = blocks.cms(ops, c, call, i, x, added)
     h, _ = add_norm(ops, c, x, added, "norm:f32")
-    if c.top_rank:
-        h = blocks.top(ops, c, call, h)
-    ops.product(h, "embedding:f32", 2, trans_y=True, out="logits")
+    return blocks.top(ops, c, call, h) if c.top_rank else h
 
 
 def add_norm(ops: Ops, c: HopeConfig, x: str, added: str, gain: str) -> tuple[str, str]:

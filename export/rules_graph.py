@@ -1,0 +1,322 @@
+"""The gradient graph: loss and exact gradient of every rule over T tokens, by a loop over segments and a loop back."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, save_model
+from onnx.shape_inference import infer_shapes
+
+from fednl_runtime.config import HopeConfig
+from fednl_runtime.export.autodiff import Shape, backward, needed
+from fednl_runtime.export.boundary import close_blocks, pending_gradient, slow_names, step_top
+from fednl_runtime.export.graph import IR, OPSET, Params, add_hidden, add_weights
+from fednl_runtime.export.ops import Ops, typed
+from fednl_runtime.export.weights import fingerprint, stored
+from fednl_runtime.rules import schema_hash
+from fednl_runtime.state import state_shapes
+
+MODEL = "model"
+"""Where the graph says its weights are: whoever loads it puts the bytes of the model file there."""
+
+SHARED_BYTES = 1024
+"""Weights of at least so many bytes are read from the model file instead of stored again."""
+
+KEPT = ("top.h", "top.token")
+"""State tensors through which no gradient passes."""
+
+BLOCKED = -1e5
+"""What is added to an exponent to make it vanish."""
+
+
+class SegmentOps(Ops):
+    """Operators that have a gradient: the recurrence over a segment as matrix products, no loop over tokens."""
+
+    def __init__(self, segment: int, parent: Ops | None = None) -> None:
+        super().__init__(portable=True, parent=parent)
+        self.segment = segment
+
+    def branch(self) -> SegmentOps:
+        """A builder of a subgraph, which shares names and initializers with this one."""
+        return SegmentOps(self.segment, self)
+
+    def heads_first(self, x: str, heads: int, width: int) -> str:
+        """x `[1, n, H w]` as `[1, H, n, w]`."""
+        return self("Transpose", self.reshape(x, 0, 0, heads, width), perm=[0, 2, 1, 3])
+
+    def recurrence(self, q: str, k: str, v: str, gates: Sequence[str], state: str, shape: tuple[int, int, int]) -> str:
+        """As `Ops.recurrence`, for a segment in the WY form of `recurrence.delta`.
+
+        Without beta nothing is read, and "" is returned.
+        """
+        heads, rows, columns = shape
+        n, past, present = self.segment, f"past.{state}", f"present.{state}"
+        key, value = self.heads_first(k, heads, rows), self.heads_first(v, heads, columns)
+        total = self("MatMul", self("Transpose", gates[0], perm=[0, 2, 1]), self.const(np.triu(np.ones((n, n)))))
+        column, row = self("Unsqueeze", total, self.ints(3)), self("Unsqueeze", total, self.ints(2))
+        last = self("Slice", column, self.ints(-1), self.ints(n), self.ints(2))
+        left = self("Mul", key, self("Exp", self("Sub", last, column)))
+        kept = self("Mul", self("Exp", last), past)
+        if len(gates) == 1:
+            self("Add", kept, self.product(left, value, 4, trans_x=True), out=present)
+            return ""
+        reach = self("Add", self("Sub", column, row), self.const(np.triu(np.full((n, n), BLOCKED), 1)))
+        reach, now = self("Exp", reach), self("Exp", column)
+        beta = self("Unsqueeze", self("Transpose", gates[1], perm=[0, 2, 1]), self.ints(3))
+        overlap = self("Mul", self("Mul", beta, reach), self.product(key, key, 4, trans_y=True))
+        known = self("Mul", now, self("MatMul", key, past))
+        writes = self("MatMul", self.inverse(overlap), self("Mul", beta, self("Sub", value, known)))
+        self("Add", kept, self.product(left, writes, 4, trans_x=True), out=present)
+        query = self.heads_first(q, heads, rows)
+        seen = self("MatMul", self("Mul", reach, self.product(query, key, 4, trans_y=True)), writes)
+        read = self("Add", self("Mul", now, self("MatMul", query, past)), seen)
+        return self.reshape(self("Transpose", read, perm=[0, 2, 1, 3]), 0, 0, heads * columns)
+
+    def inverse(self, x: str) -> str:
+        """(I + the part of x below the diagonal)^-1, x `[..., n, n]`: blocks of 1, 2, 4 ... are joined in pairs.
+
+        [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]]: as stable as forward substitution, which powers
+        of x are not.
+        """
+        n, block, result = self.segment, 1, ""
+        i = np.arange(n)
+        while block < n:
+            pair, side = i // (2 * block), i // block % 2
+            joint = (pair[:, None] == pair) & (side[:, None] == 1) & (side == 0)
+            below = self("Mul", x, self.const(joint))
+            if result:
+                below = self("MatMul", self("MatMul", result, below), result)
+            result = self("Sub", result or self.const(np.eye(n)), below)
+            block *= 2
+        return result or self("Add", self("Mul", x, self.const(0)), self.const(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One segment as nodes: the hidden state that is read, and every `present.` tensor, from every `past.` one."""
+
+    nodes: list[NodeProto]
+    read: str
+    inputs: dict[str, Shape]
+    """Floating inputs: the state, and the pending gradients of the top level as `past.top.g`."""
+
+
+def state_with_gradients(c: HopeConfig) -> dict[str, Shape]:
+    """The state of one session as the loops carry it: with the top level's pending gradients."""
+    shapes = {name: (1, *shape) for name, shape in state_shapes(c).items()}
+    return shapes | ({"top.g": (1, c.top_period, c.d_model)} if c.top_rank else {})
+
+
+def add_segment(ops: SegmentOps, c: HopeConfig, power: float) -> Segment:
+    """Close what the position closes, then read one segment: input_ids `[1, S]`, position `[1]`."""
+    for name, value in zip(slow_names(c), close_blocks(ops, c), strict=True):
+        ops("Identity", value, out=f"present.{name}")
+    if c.top_rank:
+        ops("Identity", step_top(ops, c, power, "past.top.g"), out="present.top.f")
+    read = add_hidden(ops, c)
+    return Segment(ops.nodes, read, {f"past.{name}": shape for name, shape in state_with_gradients(c).items()})
+
+
+def shapes_of(outer: Ops, segment: Segment, c: HopeConfig, rules: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The static shape of every value of a segment."""
+    inputs = [typed(name, shape) for name, shape in {**segment.inputs, **rules}.items()]
+    inputs += [typed("position", (1,), TensorProto.INT64), typed("input_ids", (1, c.segment), TensorProto.INT64)]
+    nodes, initializers = [*outer.nodes, *segment.nodes], list(outer.initializers.values())
+    graph = helper.make_graph(nodes, "segment", inputs, [typed(segment.read)], initializer=initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR)
+    found = infer_shapes(model, strict_mode=True, data_prop=True).graph
+    shapes = {t.name: tuple(t.dims) for t in initializers} | dict(rules)
+    for value in (*found.input, *found.value_info, *found.output):
+        dims = value.type.tensor_type.shape.dim
+        if all(d.HasField("dim_value") for d in dims):  # positions are counted at run time, but need no gradient
+            shapes[value.name] = tuple(d.dim_value for d in dims)
+    return shapes
+
+
+def body(name: str, ops: Ops, inputs: list[ValueInfoProto], outputs: list[ValueInfoProto]) -> GraphProto:
+    """Nodes as the body of a loop: what they make and take gets the loop's name in front, so that no name is twice."""
+    nodes = needed(ops.nodes, [value.name for value in outputs])
+    local = {value.name for value in inputs} | {out for node in nodes for out in node.output}
+    for node in nodes:
+        for names in (node.input, node.output):
+            names[:] = [f"{name}/{n}" if n in local else n for n in names]
+    for value in (*inputs, *outputs):
+        value.name = f"{name}/{value.name}"
+    return helper.make_graph(nodes, name, inputs, outputs)
+
+
+def reading(outer: SegmentOps, c: HopeConfig, power: float) -> tuple[GraphProto, list[str]]:
+    """The loop forward: from a state to the next, the summed loss, and what the way back needs of each segment.
+
+    What it stacks: the state a segment starts from (named in the second result), and the loss's gradient at `read`.
+    """
+    ops = outer.branch()
+    segment = add_segment(ops, c, power)
+    guess = ops("LogSoftmax", ops.product(segment.read, "embedding:f32", 2, trans_y=True), axis=-1)
+    picked = ops("GatherElements", guess, ops("Unsqueeze", "targets", ops.ints(2)), axis=2)
+    ops("Sub", "loss_before", ops("ReduceSum", picked, keepdims=0), out="loss")
+    expected = ops("MatMul", ops("Exp", guess), "embedding:f32")
+    ops("Sub", expected, ops("Gather", "embedding:f32", "targets"), out="g")
+    state = state_with_gradients(c)
+    if c.top_rank:
+        ops.tail(ops("Concat", "past.top.g", "g", axis=1), c.top_period, 1, "present.top.g")
+    starts = [name for name in state if name not in KEPT]
+    for name in starts:
+        ops("Identity", f"past.{name}", out=f"start.{name}")
+    inputs = [typed("loss_before", ()), *(typed(f"past.{n}", shape) for n, shape in state.items())]
+    whole = [typed(n, (1, c.segment), TensorProto.INT64) for n in ("input_ids", "targets")]
+    inputs += [*whole, typed("position", (1,), TensorProto.INT64)]
+    outputs = [typed("loss", ()), *(typed(f"present.{n}", shape) for n, shape in state.items())]
+    outputs += [*(typed(f"start.{n}", state[n]) for n in starts), typed("g", (1, c.segment, c.d_model))]
+    return body("read", ops, inputs, outputs), starts
+
+
+def going_back(
+    outer: SegmentOps, c: HopeConfig, power: float, starts: list[str], rules: Mapping[str, Shape]
+) -> GraphProto:
+    """The loop back: reads a segment again, and turns gradients of its `present.` into those of its `past.`.
+
+    Carries the gradients of the state and the sums of the rules' gradients.
+    """
+    ops = outer.branch()
+    segment = add_segment(ops, c, power)
+    shapes = shapes_of(outer, segment, c, rules)
+    state = state_with_gradients(c)
+    carried = [name for name in starts if name != "top.g"]
+    seeds = {f"present.{name}": f"after.{name}" for name in carried} | {segment.read: "g"}
+    wanted = [*(f"past.{name}" for name in carried), *rules]
+    found = backward(ops, list(segment.nodes), shapes, seeds, wanted)
+    for name in carried:
+        gradient = found[f"past.{name}"] or ops("Mul", f"after.{name}", ops.const(0))
+        ops("Identity", gradient, out=f"before.{name}")
+    for name in rules:
+        ops("Add", f"sum.{name}", found[name] or ops.const(0), out=f"gradient.{name}")
+    inputs = [typed(f"after.{n}", state[n]) for n in carried] + [typed(f"sum.{n}", s) for n, s in rules.items()]
+    inputs += [typed(f"past.{n}", state[n]) for n in starts] + [typed("g", (1, c.segment, c.d_model))]
+    inputs += [typed("input_ids", (1, c.segment), TensorProto.INT64), typed("position", (1,), TensorProto.INT64)]
+    outputs = [typed(f"before.{n}", state[n]) for n in carried] + [typed(f"gradient.{n}", s) for n, s in rules.items()]
+    return body("back", ops, inputs, outputs)
+
+
+def build_rules_model(params: Params, c: HopeConfig) -> ModelProto:
+    """The graph of one window: tokens `[1, T + 1]`, T a multiple of the segment, from a position that is one too.
+
+    Takes `position [1]`, `past.*` and every rule; gives the mean loss, `gradient.rule.*` and `present.*`.
+    """
+    ops, weights = SegmentOps(c.segment), stored(params)
+    rules = {name: value.shape for name, value in weights.items() if name.startswith("rule.")}
+    add_weights(ops, c, weights)
+    ops.initializers["adapt"] = numpy_helper.from_array(np.ones((1, 2), np.float32), "adapt")
+    embedding = np.asarray(params["embedding"], np.float64)
+    power = float(np.sum(embedding**2)) / len(embedding)
+    read, starts = reading(ops, c, power)
+    back = going_back(ops, c, power, starts, rules)
+    for name in rules:
+        del ops.initializers[name]
+    add_loops(ops, c, read, back, starts, rules)
+    state = {name: (1, *shape) for name, shape in state_shapes(c).items()}
+    graph = helper.make_graph(
+        ops.nodes,
+        "rules",
+        [
+            typed("tokens", (1, "T + 1"), TensorProto.INT64),
+            typed("position", (1,), TensorProto.INT64),
+            *(typed(f"past.{n}", shape) for n, shape in state.items()),
+            *(typed(n, shape) for n, shape in rules.items()),
+        ],
+        [
+            typed("loss", ()),
+            *(typed(f"gradient.{n}", shape) for n, shape in rules.items()),
+            *(typed(f"present.{n}", shape) for n, shape in state.items()),
+        ],
+        initializer=list(ops.initializers.values()),
+    )
+    return helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR, producer_name="fednl-runtime"
+    )
+
+
+def add_loops(
+    ops: SegmentOps, c: HopeConfig, read: GraphProto, back: GraphProto, starts: list[str], rules: Mapping[str, Shape]
+) -> None:
+    """The nodes around the two loops: tokens cut into segments, zero gradients to begin with, the mean."""
+    ids, targets, positions, length = cut_tokens(ops, c)
+    state = state_with_gradients(c)
+    if c.top_rank:
+        first = ops("Slice", "tokens", ops.ints(0), ops.ints(1), ops.ints(1))
+        ops("Identity", pending_gradient(ops, c, "embedding:f32", first), out="past.top.g")
+    outputs = ["loss_sum", *(f"present.{n}" for n in state), *(f"starts.{n}" for n in starts), "errors"]
+    ops.many(
+        "Scan", ops.const(0), *(f"past.{n}" for n in state), ids, targets, positions,
+        outputs=outputs, body=read, num_scan_inputs=3,
+    )  # fmt: skip
+    ops("Div", "loss_sum", length, out="loss")
+    errors = ops("Div", "errors", length)
+    carried = [name for name in starts if name != "top.g"]
+    zeros = [ops("Expand", ops.const(0), ops.ints(*shape)) for shape in (*(state[n] for n in carried), *rules.values())]
+    stacked = [*(f"starts.{n}" for n in starts), errors, ids, positions]
+    unused = [f"v{next(ops._names)}" for _ in carried]
+    ops.many(
+        "Scan", *zeros, *stacked, outputs=[*unused, *(f"gradient.{n}" for n in rules)], body=back,
+        num_scan_inputs=len(stacked), scan_input_directions=[1] * len(stacked),
+    )  # fmt: skip
+
+
+def cut_tokens(ops: Ops, c: HopeConfig) -> tuple[str, str, str, str]:
+    """Token ids and targets `[n, 1, S]`, positions `[n, 1]` of the segments, and T as a float."""
+    size, end = c.segment, ops.ints(np.iinfo(np.int64).max)
+    ids = ops("Slice", "tokens", ops.ints(0), ops.ints(-1), ops.ints(1))
+    targets = ops("Slice", "tokens", ops.ints(1), end, ops.ints(1))
+    ids, targets = (ops.reshape(x, -1, 1, size) for x in (ids, targets))
+    count = ops("Squeeze", ops("Shape", ids, start=0, end=1), ops.ints(0))
+    steps = ops("Mul", ops("Range", ops.const(0, np.int64), count, ops.const(1, np.int64)), ops.const(size, np.int64))
+    positions = ops("Add", ops("Unsqueeze", steps, ops.ints(1)), "position")
+    length = ops("Cast", ops("Mul", count, ops.const(size, np.int64)), to=TensorProto.FLOAT)
+    return ids, targets, positions, length
+
+
+def rules_path(model: Path) -> Path:
+    """Where the gradient graph of a model file is: `model.onnx` -> `model.rules.onnx`."""
+    return model.with_suffix(".rules.onnx")
+
+
+def export_rules(params: Params, c: HopeConfig, model_path: Path) -> Path:
+    """Write the gradient graph next to the model file of the same `params`, whose weights it shares.
+
+    The file holds the graph and where in the model file each weight is; loaded with any other file it is refused.
+    """
+    data = model_path.read_bytes()
+    model = build_rules_model(params, c)
+    for tensor in model.graph.initializer:
+        share(tensor, data)
+    rules = {name: value for name, value in stored(params).items() if name.startswith("rule.")}
+    own = {
+        "fednl.rules_format": "1",
+        "fednl.config": c.to_json(),
+        "fednl.segment": str(c.segment),
+        "fednl.rules": json.dumps({name: value.shape for name, value in rules.items()}),
+        "fednl.defaults": json.dumps({name: data.index(value.tobytes()) for name, value in rules.items()}),
+        "fednl.fingerprint": fingerprint(params, c),
+        "fednl.schema": schema_hash({name: value.shape for name, value in rules.items()}, fingerprint(params, c)),
+        "fednl.model_sha256": hashlib.sha256(data).hexdigest(),
+    }
+    helper.set_model_props(model, own)
+    path = rules_path(model_path)
+    save_model(model, path)
+    return path
+
+
+def share(tensor: TensorProto, data: bytes) -> None:
+    """Replace the bytes of a large weight by their place in the model file's `data`, where they are."""
+    place = data.find(tensor.raw_data) if len(tensor.raw_data) >= SHARED_BYTES else -1
+    if place >= 0:
+        entries = {"location": MODEL, "offset": str(place), "length": str(len(tensor.raw_data))}
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in entries.items():
+            tensor.external_data.add(key=key, value=value)

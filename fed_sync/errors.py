@@ -1,0 +1,25 @@
+"""Why the federation refuses something: stable codes, and a sentence that says what to do."""
+
+from __future__ import annotations
+
+from fednl_runtime.errors import FednlError
+
+
+class Refusal(FednlError):
+    """A request of a device or an operator that is not granted; `code` is one of the stable codes of the protocol."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PolicyError(FednlError):
+    """A setting of a population that cannot hold, or that would promise what it cannot keep."""
+
+
+class RoundError(FednlError):
+    """A round that cannot be closed by its rule."""
+
+
+class SigningKeyError(FednlError):
+    """A key file or a public key that cannot be used."""

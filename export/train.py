@@ -33,10 +33,15 @@ class TrainSettings:
     batch: int = 16
     window: int = 512
     run: tuple[int, int] = (4096, 65536)
+    start: int = 0
+    """Position at which a fresh session begins. A level whose period is the window would close where windows meet,
+    and what it writes would never get a gradient; half a window moves its boundaries inside."""
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     warmup: int = 200
+    cool_down: float = 0.2
+    """Part of the time, at the end, in which the learning rate falls."""
     clip: float = 1.0
     seed: int = 1
     bf16: bool = True
@@ -66,10 +71,14 @@ def set_up_torch(threads: int | None) -> None:
 
 
 def learning_rate(settings: TrainSettings, step: int, share: float) -> float:
-    """Linear warm-up in steps, then a cosine over the share of the time that is spent, down to 2 %."""
+    """Linear warm-up in steps, then level, and at the end of the time linear down to 2 %.
+
+    `share` is the part of the time that is spent. A run with hours to spare can be stopped at any time and
+    brought to its end by resuming it with fewer hours.
+    """
     warmup = min(1.0, (step + 1) / settings.warmup)
-    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
-    return settings.learning_rate * warmup * cosine
+    left = min(1.0, max(0.0, 1 - share) / settings.cool_down)
+    return settings.learning_rate * warmup * (0.02 + 0.98 * left)
 
 
 def optimizer(model: Hope, settings: TrainSettings) -> torch.optim.AdamW:
@@ -97,7 +106,7 @@ class Trainer:
         torch.manual_seed(settings.seed)
         self.config, self.tokenizer_json, self.sources = config, tokenizer_json, sources
         self.settings, self.folder = settings, folder
-        self.model = Hope(config, torch.bfloat16 if settings.bf16 else None)
+        self.model = self.build()
         self.optimizer = optimizer(self.model, settings)
         self.rng = np.random.default_rng(settings.seed)
         self.lanes = Lanes(sources, settings.batch, self.rng, settings.run, Tokenizer(tokenizer_json).end_of_text)
@@ -109,10 +118,15 @@ class Trainer:
         if settings.compile:
             self.model.compile()
 
+    def build(self) -> Hope:
+        """The model to train; a baseline puts its own here."""
+        return Hope(self.config, torch.bfloat16 if self.settings.bf16 else None)
+
     def train_step(self) -> tuple[float, float]:
         """One optimiser step over one window of every lane: loss in nats a token, gradient norm."""
         window, fresh = self.lanes.next(self.settings.window)
         state = forget(self.state, torch.from_numpy(fresh))
+        state["position"] = state["position"] + self.settings.start * torch.from_numpy(fresh)
         tokens = torch.from_numpy(window)
         nats, state = self.model.loss(tokens[:, :-1], tokens[:, 1:], state)
         loss = nats.mean()

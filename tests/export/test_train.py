@@ -143,11 +143,28 @@ def test_fresh_lanes_begin_with_an_empty_memory():
     assert cleared["s"].sum((1, 2)).tolist() == [4, 0, 4]
 
 
-def test_the_learning_rate_warms_up_and_falls_to_two_percent():
-    settings = dataclasses.replace(SETTINGS, learning_rate=1.0, warmup=10)
+def test_a_session_that_begins_half_a_window_in_trains_what_the_slower_levels_write(tmp_path):
+    config = dataclasses.replace(CONFIG, cms_periods=(20,), top_rank=0)
+    targets = slice(config.d_cms + config.cms_rank, None)
+    norms = []
+    for start in (0, 10):
+        run = trainer(tmp_path / str(start), config, dataclasses.replace(SETTINGS, start=start))
+        tokens = torch.ones(3, 20, dtype=torch.int64)
+        nats, _ = run.model.loss(tokens, tokens, run.state | {"position": run.state["position"] + start})
+        nats.mean().backward()
+        norms.append(float(run.model.layers[0].cms_in.grad[0, targets].norm()))
+        run.train_step()
+        assert (run.state["position"] == 20 + start).all()
+    assert norms[0] == 0
+    assert norms[1] > 0
+
+
+def test_the_learning_rate_warms_up_stays_and_falls_to_two_percent_at_the_end():
+    settings = dataclasses.replace(SETTINGS, learning_rate=1.0, warmup=10, cool_down=0.2)
     assert learning_rate(settings, 0, 0.0) == pytest.approx(0.1)
     assert learning_rate(settings, 9, 0.0) == pytest.approx(1.0)
-    assert learning_rate(settings, 99, 0.5) == pytest.approx(0.51)
+    assert learning_rate(settings, 99, 0.5) == learning_rate(settings, 99, 0.79) == pytest.approx(1.0)
+    assert learning_rate(settings, 99, 0.9) == pytest.approx(0.51)
     assert learning_rate(settings, 99, 1.0) == learning_rate(settings, 99, 1.5) == pytest.approx(0.02)
 
 

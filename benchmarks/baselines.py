@@ -1,0 +1,110 @@
+"""A sliding-window transformer that the trainer and the scores take for a Hope: the baseline.
+
+Pre-norm blocks of rotary attention over the last `WINDOW` tokens and a gated MLP, tied embedding. Keys
+and values of the last window are its state, so text streams through it as through Hope.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fednl_runtime import recurrence as rec
+from fednl_runtime.config import HopeConfig
+from fednl_runtime.hope import Hope, constant, normal
+from fednl_runtime.recurrence import TensorDict
+
+WINDOW = 512
+"""Tokens that a token attends to, itself included."""
+
+
+def size(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def hidden_width(c: HopeConfig) -> int:
+    """Width of the gated MLP that makes a transformer of this depth and width as large as the Hope."""
+    with torch.device("meta"):
+        total = size(Hope(c))
+    others = c.vocab_size * c.d_model + c.d_model + c.n_layer * (4 * c.d_model**2 + 2 * c.d_model)
+    return (total - others) // (3 * c.d_model * c.n_layer)
+
+
+def rotate(x: Tensor, position: Tensor) -> Tensor:
+    """Rotary embedding of x `[B, H, T, h]` at positions `[T]`."""
+    half = x.shape[-1] // 2
+    angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device) / half)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+class TransformerBlock(nn.Module):
+    """Parameters of one block."""
+
+    def __init__(self, c: HopeConfig, hidden: int) -> None:
+        super().__init__()
+        d, depth = c.d_model, 2 * c.n_layer
+        self.norm, self.mlp_norm = constant(1, d), constant(1, d)
+        self.w_in = normal(3 * d, d)
+        self.w_out = normal(d, d, std=(depth * d) ** -0.5)
+        self.mlp_in = normal(2 * hidden, d)
+        self.mlp_out = normal(d, hidden, std=(depth * hidden) ** -0.5)
+
+
+class Transformer(Hope):
+    """The baseline of a Hope of configuration `config`: as deep, as wide, and as large."""
+
+    def __init__(self, config: HopeConfig, compute: torch.dtype | None = None) -> None:
+        nn.Module.__init__(self)
+        self.config, self.compute = config, compute
+        self.embedding = normal(config.vocab_size, config.d_model, std=0.02)
+        hidden = hidden_width(config)
+        self.layers = nn.ModuleList(TransformerBlock(config, hidden) for _ in config.layers)
+        self.norm = constant(1, config.d_model)
+
+    def compile(self) -> None:
+        """Fuse each block with torch.compile."""
+        self.block = torch.compile(self.block, dynamic=False)  # type: ignore[method-assign]
+
+    def zeros(self, batch: int = 1) -> TensorDict:
+        """The state of `batch` fresh sessions: keys and values of the tokens before."""
+        c = self.config
+        shape = (batch, c.n_head, WINDOW, c.d_head)
+        state = {f"{i}.{n}": self.embedding.new_zeros(shape) for i in range(c.n_layer) for n in "kv"}
+        return state | {"position": torch.zeros(batch, dtype=torch.int64)}
+
+    def block(self, x: Tensor, layer: TensorDict, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One block over x `[B, T, d]` with keys and values `[B, H, WINDOW, h]`: x and the new keys and values."""
+        c = self.config
+        length = x.shape[1]
+        qkv = self.linear(self.rms_norm(x, layer["norm"]), layer["w_in"])
+        q, k_new, v_new = qkv.unflatten(-1, (3, c.n_head, c.d_head)).permute(2, 0, 3, 1, 4)
+        k, v = torch.cat([k, k_new], 2), torch.cat([v, v_new], 2)
+        place = torch.arange(-WINDOW, length, device=x.device)
+        dtype = self.compute or x.dtype
+        read = F.scaled_dot_product_attention(
+            rotate(q, place[WINDOW:]).to(dtype), rotate(k, place).to(dtype), v.to(dtype), mask
+        )
+        x = x + self.linear(read.to(x.dtype).transpose(1, 2).flatten(2), layer["w_out"])
+        up, gate = self.linear(self.rms_norm(x, layer["mlp_norm"]), layer["mlp_in"]).chunk(2, -1)
+        return x + self.linear(up * F.silu(gate), layer["mlp_out"]), k[:, :, length:], v[:, :, length:]
+
+    def mask(self, position: Tensor, length: int) -> Tensor:
+        """Which of the WINDOW + T keys each query may read: `[B, 1, T, WINDOW + T]`."""
+        queries, keys = torch.arange(length)[:, None], torch.arange(-WINDOW, length)
+        near = (keys <= queries) & (keys > queries - WINDOW)
+        return near & (keys + position[:, None, None, None] >= 0)
+
+    def loss(self, tokens: Tensor, targets: Tensor, state: TensorDict) -> tuple[Tensor, TensorDict]:
+        """Next-token cross-entropy `[B, T]` in nats, and the next state."""
+        mask = self.mask(state["position"], tokens.shape[1])
+        x = self.embedding[tokens]
+        new = {"position": state["position"] + tokens.shape[1]}
+        for i, layer in enumerate(self.layers):
+            parameters = dict(layer.named_parameters())
+            x, k, v = self.block(x, parameters, state[f"{i}.k"], state[f"{i}.v"], mask)
+            new |= {f"{i}.k": k, f"{i}.v": v}
+        embedding = self.embedding if self.compute is None else self.embedding.to(self.compute)
+        return rec.CrossEntropy.apply(self.rms_norm(x, self.norm), embedding, targets)[0], new

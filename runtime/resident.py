@@ -27,6 +27,11 @@ class Resident:
             self._sessions.move_to_end(key)
             return session
 
+    def holds(self, key: SessionKey, content: int) -> bool:
+        """Whether the session is here with that memory; asking does not make it the last used."""
+        with self._lock:
+            return self._sessions.get(key, (None, None))[0] == content
+
     def put(self, key: SessionKey, content: int, session: Session) -> None:
         """Keep a session; the one that was put last stays whatever its size."""
         with self._lock:

@@ -94,6 +94,10 @@ class SessionStore:
                 self._resident.put(record.key, mark.content, session)
         return dataclasses.replace(session, version=record.head.version)
 
+    def is_resident(self, record: Record) -> bool:
+        """Whether the head's memory is at hand and need not be read from disk."""
+        return record.head.content == 0 or self._resident.holds(record.key, record.head.content)
+
     def receipt(self, key: SessionKey, retry_key: str | None) -> Receipt | None:
         """The receipt of the turn that was committed under `retry_key`, or of the last one if that is None."""
         return self._records.receipt(key, retry_key)

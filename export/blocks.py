@@ -57,7 +57,7 @@ def gates(ops: Ops, c: HopeConfig, call: Call, layer: int, eta_in: str, alpha_in
 def projections(ops: Ops, c: HopeConfig, layer: int, x: str) -> tuple[str, str]:
     """Unit inputs `[B, T, 4H, h]` in the order of INPUTS, and the output gate `[B, T, d]`."""
     heads, h = len(INPUTS) * c.n_head, c.d_head
-    u, z = ops.split(ops("MatMul", x, f"layers.{layer}.w_in:f32"), (heads * h, c.d_model))
+    u, z = ops.split(ops.linear(x, f"layers.{layer}.w_in"), (heads * h, c.d_model))
     u = ops.conv(u, f"rule.{layer}.conv", f"{layer}.conv", c.d_conv)
     return ops.unit(ops.reshape(u, 0, 0, heads, h), h, c.norm_eps), z
 
@@ -173,7 +173,7 @@ def mixer(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str) -> str:
     kind = delta_mixer if c.layers[layer] == "delta" else self_modifying_mixer
     y, z = kind(ops, c, call, layer, x)
     y = ops.reshape(ops.rms(y, f"layers.{layer}.head_norm:f32", c.norm_eps), 0, 0, c.d_model)
-    return ops("MatMul", ops("Mul", ops.silu(z), y), f"layers.{layer}.w_out:f32")
+    return ops.linear(ops("Mul", ops.silu(z), y), f"layers.{layer}.w_out")
 
 
 def cms(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str, added: str) -> tuple[str, str]:
@@ -184,11 +184,11 @@ def cms(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str, added: str) -> 
     inputs, targets = [], []
     for level in range(c.n_cms):
         normed, x = ops.add_rms(x, added, f"layers.{layer}.cms_norm.{level}:f32", c.norm_eps)
-        h = ops("MatMul", normed, f"layers.{layer}.cms_in.{level}:f32")
+        h = ops.linear(normed, f"layers.{layer}.cms_in.{level}")
         up, p, t = ops.split(h, (c.d_cms, c.cms_rank, c.d_model))
         p = ops.unit(p, c.cms_rank, c.norm_eps)
         fast = ops("MatMul", p, ops("Gather", f"present.{layer}.cms_f", ops.const(level, np.int64), axis=1))
-        added = ops("Add", ops("MatMul", ops.silu(up), f"layers.{layer}.cms_out.{level}:f32"), fast)
+        added = ops("Add", ops.linear(ops.silu(up), f"layers.{layer}.cms_out.{level}"), fast)
         inputs.append(p)
         targets.append(t)
     p, t = (ops("Concat", *parts, axis=2) for parts in (inputs, targets))

@@ -31,16 +31,17 @@ def export_model(
     config: HopeConfig,
     tokenizer_json: str,
     path: str | Path,
-    portable: bool = False,
+    ops: Ops | None = None,
     name: str = "hope",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write `params` (named as in `reference.step`) as one self-contained model file.
 
-    `portable` uses standard ONNX operators only, which is slower. `metadata` is kept beside our own.
+    `ops` say which operators it is made of, by default the fused ones. `metadata` is kept beside our own.
     """
-    model = build_model(params, config, portable)
-    own = {"fednl.name": name, "fednl.tokenizer": tokenizer_json, **describe(params, config, portable, model)}
+    ops = ops or Ops(portable=False)
+    model = build_model(params, config, ops)
+    own = {"fednl.name": name, "fednl.tokenizer": tokenizer_json, **describe(params, config, ops.portable, model)}
     helper.set_model_props(model, {**(metadata or {}), **own})
     save_model(model, path)
 
@@ -75,9 +76,8 @@ def describe(params: Params, c: HopeConfig, portable: bool, model: ModelProto) -
     }
 
 
-def build_model(params: Params, c: HopeConfig, portable: bool = False) -> ModelProto:
+def build_model(params: Params, c: HopeConfig, ops: Ops) -> ModelProto:
     """The graph of one call: input_ids `[B, T]`, state and rules in; logits `[B, T, V]` and state out."""
-    ops = Ops(portable)
     weights = stored(params)
     add_weights(ops, c, weights)
     embedding = np.asarray(params["embedding"], np.float64)
@@ -102,7 +102,7 @@ def build_model(params: Params, c: HopeConfig, portable: bool = False) -> ModelP
         ],
         initializer=list(ops.initializers.values()),
     )
-    opsets = [helper.make_opsetid("", OPSET)] + [helper.make_opsetid(MICROSOFT, 1)] * (not portable)
+    opsets = [helper.make_opsetid("", OPSET)] + [helper.make_opsetid(MICROSOFT, 1)] * (not ops.portable)
     return helper.make_model(graph, opset_imports=opsets, ir_version=IR, producer_name="fednl-runtime")
 
 
@@ -124,13 +124,13 @@ def split_memories(ops: Ops, c: HopeConfig, name: str, shape: tuple[int, ...]) -
 
 def add_layers(ops: Ops, c: HopeConfig) -> None:
     """All nodes from the tokens to the logits."""
-    ops.product(add_hidden(ops, c), "embedding:f32", 2, trans_y=True, out="logits")
+    ops.unembed(add_hidden(ops, c), "logits")
 
 
 def add_hidden(ops: Ops, c: HopeConfig) -> str:
     """All nodes from the tokens to the hidden state `[B, T, d]` that the logits are read from."""
     call = blocks.prepare(ops, c)
-    x, added = ops("Gather", "embedding:f32", "input_ids"), ""
+    x, added = ops.embed("input_ids"), ""
     for i in range(c.n_layer):
         normed, x = add_norm(ops, c, x, added, f"layers.{i}.norm:f32")
         added = blocks.mixer(ops, c, call, i, normed)

@@ -72,6 +72,18 @@ class Ops:
         if not rule:
             self("Cast", name, to=TensorProto.FLOAT, out=f"{name}:f32")
 
+    def linear(self, x: str, name: str, out: str | None = None) -> str:
+        """x `[..., in]` times the stored matrix `name` `[in, out]`."""
+        return self("MatMul", x, f"{name}:f32", out=out)
+
+    def embed(self, tokens: str) -> str:
+        """Rows of the embedding `[B, T, d]`."""
+        return self("Gather", "embedding:f32", tokens)
+
+    def unembed(self, h: str, out: str) -> str:
+        """Logits h E^T."""
+        return self.product(h, "embedding:f32", 2, trans_y=True, out=out)
+
     def reshape(self, x: str, *shape: int) -> str:
         """x with another shape; 0 keeps an axis, -1 is what remains."""
         return self("Reshape", x, self.ints(*shape))

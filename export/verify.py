@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 
 from fednl_runtime import reference
 from fednl_runtime.backend import segments
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.errors import VerificationError
-from fednl_runtime.export.weights import Weights, fingerprint, recovered
+from fednl_runtime.export.quantize import file_parameters
+from fednl_runtime.export.weights import Weights, fingerprint
 from fednl_runtime.onnx_backend import OnnxBackend, load
 from fednl_runtime.state import Array, MemoryState, Tokens
 
@@ -96,20 +96,13 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, bound: float 
     tensors: dict[str, float] = {}
     for case in cases(backend):
         checks += judged(case, backend, laws, bound, tensors)
-    return Report((*checks, frozen(backend), restored(backend), reread(backend)), tensors)
+    return Report((*checks, frozen(backend), resumed(backend), reread(backend)), tensors)
 
 
 def require(report: Report) -> None:
     """Raise VerificationError unless every check of the report holds."""
     if failed := [check.name for check in report.checks if not check.ok]:
         raise VerificationError(f"The model file differs from the law in {', '.join(failed)}. Do not use it.")
-
-
-def file_parameters(path: str | Path) -> Weights:
-    """The parameters read back from a file's initializers, fp32."""
-    stored = onnx.load(path).graph.initializer
-    own = (tensor for tensor in stored if not tensor.name.startswith("const."))
-    return recovered({tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in own})
 
 
 def law_of(params: Weights, c: HopeConfig, dtype: npt.DTypeLike) -> Law:
@@ -237,7 +230,7 @@ def frozen(backend: OnnxBackend) -> Check:
     return Check("fast weights that move at adapt (0, 0)", moved, 0)
 
 
-def restored(backend: OnnxBackend) -> Check:
+def resumed(backend: OnnxBackend) -> Check:
     """A snapshot in the middle of a chunk continues as the stream it was taken of, bit for bit."""
     rng = np.random.default_rng(2)
     state = random_state(rng, backend.config, np.zeros(1, np.int64))

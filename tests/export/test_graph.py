@@ -12,6 +12,7 @@ from models import TINY, random_params, random_state, random_tokens
 
 from fednl_runtime import reference
 from fednl_runtime.export.graph import build_model, export_model
+from fednl_runtime.export.ops import Ops
 from fednl_runtime.onnx_backend import load
 from fednl_runtime.state import MemoryState
 
@@ -33,7 +34,7 @@ def params_of(config, seed=0):
 
 
 def backend_of(config, folder, portable=False):
-    export_model(params_of(config), config, "{}", folder / "model.onnx", portable)
+    export_model(params_of(config), config, "{}", folder / "model.onnx", Ops(portable))
     return load(folder / "model.onnx", threads=1)
 
 
@@ -104,7 +105,7 @@ def test_the_fused_graph_is_the_same_for_any_split_within_rounding(tmp_path):
 
 
 def test_a_portable_graph_has_standard_operators_only():
-    model = build_model(params_of(BASE), BASE, portable=True)
+    model = build_model(params_of(BASE), BASE, Ops(portable=True))
     onnx.checker.check_model(model)
     assert {node.domain for node in model.graph.node} == {""}
 
@@ -114,7 +115,7 @@ def test_a_layer_needs_few_nodes(profile, most):
     one, two = (dataclasses.replace(BASE, layers=(profile,) * n) for n in (1, 2))
     counts = []
     for config in (one, two):
-        nodes = build_model(params_of(config), config).graph.node
+        nodes = build_model(params_of(config), config, Ops(portable=False)).graph.node
         counts.append(sum(node.op_type != "Cast" for node in nodes))  # casts of weights are folded at load
     assert counts[1] - counts[0] <= most
 
@@ -125,7 +126,7 @@ def test_a_segment_divides_every_period():
 
 
 def test_boundary_work_sits_in_branches():
-    model = build_model(params_of(BASE), BASE)
+    model = build_model(params_of(BASE), BASE, Ops(portable=False))
     operators = [node.op_type for node in model.graph.node]
     assert operators.count("If") == 2
     assert not {"Softmax", "Scan", "Loop"} & set(operators)

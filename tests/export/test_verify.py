@@ -13,6 +13,7 @@ from models import TINY, random_params
 
 from fednl_runtime.errors import ModelFileError, VerificationError
 from fednl_runtime.export.graph import export_model
+from fednl_runtime.export.ops import Ops
 from fednl_runtime.export.verify import BOUND, Check, require, reread, verify
 from fednl_runtime.model_file import default_model_path
 from fednl_runtime.onnx_backend import load
@@ -43,7 +44,7 @@ def test_a_sound_file_passes(path):
 
 
 def test_a_portable_file_passes(tmp_path):
-    export_model(random_params(CONFIG), CONFIG, "{}", tmp_path / "m.onnx", portable=True)
+    export_model(random_params(CONFIG), CONFIG, "{}", tmp_path / "m.onnx", Ops(portable=True))
     require(verify(tmp_path / "m.onnx"))
 
 

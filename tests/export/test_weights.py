@@ -11,7 +11,8 @@ import pytest
 from models import TINY, random_params
 
 from fednl_runtime.export.graph import export_model
-from fednl_runtime.export.verify import file_parameters
+from fednl_runtime.export.ops import Ops
+from fednl_runtime.export.quantize import file_parameters
 from fednl_runtime.export.weights import fingerprint, fits_float16, recovered, stored
 from fednl_runtime.onnx_backend import load, session_options
 
@@ -32,7 +33,7 @@ def test_stored_parameters_are_recovered_bit_for_bit():
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_a_file_holds_the_parameters_without_loss(dtype, portable, tmp_path):
     params = single(dtype)
-    export_model(params, TINY, "{}", tmp_path / "m.onnx", portable)
+    export_model(params, TINY, "{}", tmp_path / "m.onnx", Ops(portable))
     found = file_parameters(tmp_path / "m.onnx")
     assert all(np.array_equal(found[n], params[n]) for n in params)
     assert load(tmp_path / "m.onnx", 1).fingerprint == fingerprint(params, TINY)

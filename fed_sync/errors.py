@@ -23,3 +23,11 @@ class RoundError(FednlError):
 
 class SigningKeyError(FednlError):
     """A key file or a public key that cannot be used."""
+
+
+class BlobError(FednlError):
+    """Kept bytes that are missing or harmed."""
+
+
+class DatabaseError(FednlError):
+    """A database that cannot be opened or holds something else."""

@@ -48,14 +48,19 @@ def load(path: str | Path, threads: int | None = None) -> OnnxBackend:
     path = Path(path)
     if not path.is_file():
         raise ModelFileError(f"There is no model file {path}. Check the path, or make one with `fednl-runtime export`.")
-    try:
-        session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        raise ModelFileError(f"{path}: {_reason(str(error))}") from error
+    session = open_session(path, session_options(threads))
     try:
         return OnnxBackend(session)
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from error
+
+
+def open_session(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A session on a graph's file. Raises ModelFileError, whose sentence says why it cannot be loaded."""
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base class
+        raise ModelFileError(f"{path}: {_reason(str(error))}") from error
 
 
 REASONS = (

@@ -45,6 +45,11 @@ def schema_hash(shapes: Shapes, fingerprint: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def gradients_path(model: Path) -> Path:
+    """Where the gradient graph of a model file is: `model.onnx` -> `model.rules.onnx`."""
+    return model.with_suffix(".rules.onnx")
+
+
 def in_range(name: str, value: Array) -> Array:
     """A rule with every number moved into its safe range."""
     limit = RANGES.get(name.rpartition(".")[2], np.inf)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnxruntime as ort  # type: ignore[import-untyped]
 
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.errors import ModelFileError, RulesError
 from fednl_runtime.onnx_backend import open_session, session_options
 from fednl_runtime.rules import RuleSet, gradients_path, schema_hash
 from fednl_runtime.state import MemoryState, Tensors, Tokens
+
+if TYPE_CHECKING:
+    import onnxruntime as ort  # type: ignore[import-untyped]
 
 FORMAT = 1
 """Highest version of the layout that this runtime reads."""

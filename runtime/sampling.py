@@ -19,8 +19,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (0, 1_000_000),
 }
 """Smallest and largest value of each number a request may set."""
-MAX_LOGPROBS = 5
-MAX_STOPS, MAX_STOP_LENGTH = 4, 256
+MAX_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_LENGTH = 8, 256
 MAX_BIAS = 100
 
 

@@ -15,6 +15,7 @@ from fednl_runtime.engine import Engine, Event, Outcome
 from fednl_runtime.errors import FednlError, ShuttingDownError
 from fednl_runtime.server_api.errors import DisconnectedError, GenerationError, error_event, log
 from fednl_runtime.server_api.running import Stop
+from fednl_runtime.server_api.watch import TurnWatch
 from fednl_runtime.turn import TurnRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -27,40 +28,53 @@ def sse(body: Mapping[str, Any]) -> bytes:
 
 
 async def turn_events(
-    engine: Engine, turn_request: TurnRequest, stop: Stop, keep_alive_s: float
+    engine: Engine, turn_request: TurnRequest, stop: Stop, keep_alive_s: float, keep_partial: bool = False
 ) -> AsyncGenerator[Event | None, None]:
     """The events of a turn and the report once it was committed; None after each `keep_alive_s` of silence.
 
-    The turn commits when what follows its last token is asked for and `stop` is not done.
+    The turn commits when what follows its last token is asked for and `stop` is not done; with
+    `keep_partial` also, with what it has, when its client leaves.
 
     Raises:
-        DisconnectedError, CancelledTurnError: `stop` was done first; the turn was rolled back.
+        DisconnectedError, CancelledTurnError: `stop` was done first; the turn was rolled back, or kept as said.
         ShuttingDownError: the server cancelled the request; the turn was rolled back.
     """
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[Any] = asyncio.Queue()
 
     def deliver(event: Any) -> None:
+        watch.event(event)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
-    def leave(stop: Stop) -> None:
-        inbox.put_nowait(stop.result())
+    def keeps() -> bool:
+        return keep_partial and stop.done() and isinstance(stop.result(), DisconnectedError)
 
-    turn = engine.start(turn_request, deliver)
-    stop.add_done_callback(leave)
-    try:
-        while not isinstance(event := await next_event(inbox, keep_alive_s), Outcome):
-            yield event
-            await asyncio.sleep(0)  # others have their turn, and a disconnect is seen
-            if stop.done():
+    def leave(_: Stop) -> None:
+        if keeps():
+            turn.wrap_up()
+        else:
+            inbox.put_nowait(stop.result())
+
+    with TurnWatch() as watch:
+        turn = engine.start(turn_request, deliver)
+        stop.add_done_callback(leave)
+        try:
+            while not isinstance(event := await next_event(inbox, keep_alive_s), Outcome):
+                if not keeps():
+                    yield event
+                await asyncio.sleep(0)  # others have their turn, and a disconnect is seen
+                if stop.done() and not keeps():
+                    raise stop.result()
+            report = watch.report(await asyncio.to_thread(turn.commit, event))
+            if keeps():
                 raise stop.result()
-        yield await asyncio.to_thread(turn.commit, event)
-    except asyncio.CancelledError as error:  # the time that a stopping server gives to open requests is over
-        raise ShuttingDownError("The server is stopping; the turn was rolled back.") from error
-    finally:
-        turn.close()
-        stop.remove_done_callback(leave)
+            yield report
+        except asyncio.CancelledError as error:  # the time that a stopping server gives to open requests is over
+            raise ShuttingDownError("The server is stopping; the turn was rolled back.") from error
+        finally:
+            turn.close()
+            stop.remove_done_callback(leave)
 
 
 async def next_event(inbox: asyncio.Queue[Any], keep_alive_s: float) -> Any:

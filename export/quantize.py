@@ -85,6 +85,16 @@ def file_parameters(path: str | Path) -> Weights:
     return recovered(restored({tensor.name: numpy_helper.to_array(tensor) for tensor in own}))
 
 
+def with_exact_activations(source: Path, target: Path) -> None:
+    """Write a quantised file so that it rounds no activations: slower, and exactly what its weights say."""
+    model = onnx.load(source)
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = 1  # fp32
+    onnx.save(model, target)
+
+
 def restored(initializers: Mapping[str, npt.NDArray[np.generic]]) -> Weights:
     """The inverse of storing: every tensor by its own name, quantised matrices as the numbers they stand for."""
     weights: Weights = {}

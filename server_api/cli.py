@@ -18,12 +18,15 @@ from fednl_runtime.errors import FednlError, ModelFileError, RequestError, Rules
 COMMANDS = {
     "serve": "serve_command:serve",
     "complete": "prompt_commands:complete",
-    "chat": "prompt_commands:chat",
+    "chat": "chat_command:chat",
+    "sessions": "sessions_commands:sessions",
     "info": "model_commands:info",
     "export": "model_commands:export",
+    "quantize": "quantize_command:quantize",
     "verify": "model_commands:verify",
     "train": "learn_commands:train",
     "eval": "learn_commands:evaluate",
+    "aggregator": "aggregator_commands:aggregator",
     "version": "cli:version",
 }
 """Where each command lives below this package, in the order of the help."""
@@ -32,7 +35,7 @@ EXIT_CODES: Mapping[type[FednlError], int] = {RequestError: 2, ModelFileError: 3
 """Exit codes by error; 0 is success, 1 any other failure, 2 also wrong usage, 130 an interrupt."""
 INTERRUPTED = 130
 
-EXTRAS = {"onnx": "export", "torch": "export"}
+EXTRAS = {"onnx": "export", "torch": "export", "sqlalchemy": "aggregator"}
 """The extra that a library comes with, for those that serving does without."""
 
 
@@ -76,11 +79,16 @@ class LazyGroup(click.Group):
 
 
 def name_variables(command: click.Command, name: str) -> None:
-    """Give each option of a command its environment variable, named after the command and the flag."""
+    """Give each option of a command its environment variable, named after the command and the flag.
+
+    The commands of a group share the group's name: those that have a flag in common share its variable.
+    """
     for option in command.params:
         if isinstance(option, click.Option):
             flag = max(option.opts, key=len).lstrip("-")
             option.envvar = f"FEDNL_{name}_{flag}".upper().replace("-", "_")
+    for part in command.commands.values() if isinstance(command, click.Group) else ():
+        name_variables(part, name)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

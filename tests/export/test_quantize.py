@@ -15,6 +15,7 @@ from fednl_runtime import reference
 from fednl_runtime.errors import ModelFileError
 from fednl_runtime.export.graph import export_model
 from fednl_runtime.export.quantize import BLOCK, file_parameters, quantize, quantize_file
+from fednl_runtime.export.verify import verify
 from fednl_runtime.export.weights import fingerprint
 from fednl_runtime.onnx_backend import load
 from fednl_runtime.state import MemoryState
@@ -81,9 +82,8 @@ def test_a_quantised_file_stands_for_its_rounded_weights(source, path):
 def test_a_quantised_file_computes_what_its_weights_say_but_for_rounded_activations(path):
     backend = load(path, threads=1)
     tokens = np.random.default_rng(2).integers(0, WIDE.vocab_size, (2, 40))
-    running, logits = backend.open(MemoryState.zeros(WIDE, 2)), []
-    for start in range(0, 40, 8):
-        logits.append(running.feed(tokens[:, start : start + 8], np.ones((2, 2), np.float32)).copy())
+    running = backend.open(MemoryState.zeros(WIDE, 2))
+    logits = [running.feed(part, np.ones((2, 2), np.float32)).copy() for part in np.split(tokens, 5, 1)]
     law = {name: value.astype(np.float64) for name, value in file_parameters(path).items()}
     wanted, _ = reference.run(law, WIDE, tokens, MemoryState.zeros(WIDE, 2, np.float64), np.ones((2, 2)))
     error = np.concatenate(logits, 1) - wanted
@@ -98,3 +98,8 @@ def test_a_model_whose_rows_fit_no_block_is_refused(tmp_path):
     export_model(random_params(), TINY, "{}", tmp_path / "odd.onnx")
     with pytest.raises(ModelFileError, match="blocks of 32"):
         quantize_file(tmp_path / "odd.onnx", tmp_path / "int8.onnx", 8)
+
+
+def test_a_quantised_file_obeys_the_law_of_its_weights(path):
+    report = verify(path)
+    assert report.ok, [check for check in report.checks if not check.ok]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import fednl_runtime
 from fednl_runtime.engine import Engine
 from fednl_runtime.model_file import ModelFile
+from fednl_runtime.server_api.state_dir import described
 
 
 def human(number: float, unit: str = "") -> str:
@@ -24,12 +26,15 @@ def url(address: tuple[Any, ...]) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def banner(model: ModelFile, engine: Engine, address: tuple[Any, ...], needs_key: bool) -> str:
+def banner(
+    model: ModelFile, engine: Engine, address: tuple[Any, ...], needs_key: bool, folder: Path | None = None
+) -> str:
     """Model, memory, address and a command to try, as text of several lines."""
     key = "\n  -H 'authorization: Bearer '\"$FEDNL_API_KEY\" \\" if needs_key else ""
     return f"""FedNL Runtime {fednl_runtime.__version__}
   model    {model.name}, {human(model.parameters)} parameters, {model.fingerprint[:12]}
   memory   {human(engine.state_bytes, "B")} a session, the same after any number of tokens
+  sessions {described(folder)}
   address  {url(address)}/v1 ({"with the key in FEDNL_API_KEY" if needs_key else "this machine only, no key"})
 
 Try it:

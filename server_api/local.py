@@ -12,12 +12,14 @@ import click
 if TYPE_CHECKING:
     from fednl_runtime.engine import Engine, EngineLimits
     from fednl_runtime.onnx_backend import OnnxBackend
+    from fednl_runtime.store import StoreLimits
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Threads of onnxruntime [default: the cores given to us]."
 )
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -29,6 +31,62 @@ def size(text: str) -> int:
     if not digits.isdecimal():
         raise click.BadParameter(f"{text!r} is not a size; write 1000000, 64K, 512M or 8G.")
     return int(digits) * factor
+
+
+def duration(text: str) -> float:
+    """Seconds of 30s, 10m, 12h or 7d. Raises click.BadParameter."""
+    digits, seconds = text[:-1], SECONDS.get(text[-1:], 0)
+    if not (digits.isdecimal() and int(digits) * seconds):
+        raise click.BadParameter(f"{text!r} is not a duration; write 30s, 10m, 12h or 7d.")
+    return float(int(digits) * seconds)
+
+
+def session_options(command: Command) -> Command:
+    """The options of where sessions are kept, and how much of them; `kept_sessions` takes their values."""
+    limits = [
+        click.option(
+            "--session-memory", type=size, default="1G", show_default=True, help="Memory for sessions in use."
+        ),
+        click.option("--session-disk", type=size, default="16G", show_default=True, help="Disk for all sessions."),
+        click.option("--session-ttl", type=duration, help="Forget a session so long after its last use, as 12h or 7d."),
+        click.option(
+            "--versions",
+            type=click.IntRange(1),
+            default=8,
+            show_default=True,
+            help="Versions of a session to go back to.",
+        ),
+    ]
+    where = [
+        click.option(
+            "--state-dir",
+            type=click.Path(file_okay=False, path_type=Path),
+            help="Folder to keep sessions in [default: fednl-runtime in $XDG_STATE_HOME, or in ~/.local/state].",
+        ),
+        click.option("--in-memory", is_flag=True, help="Keep no session when the server stops."),
+    ]
+    for option in reversed(where + limits):
+        command = option(command)
+    return command
+
+
+def kept_sessions(
+    fingerprint: str,
+    state_dir: Path | None,
+    in_memory: bool,
+    session_memory: int,
+    session_disk: int,
+    session_ttl: float | None,
+    versions: int,
+) -> tuple[Path | None, StoreLimits]:
+    """The folder for the sessions of a model, None for none, and how much is kept."""
+    from fednl_runtime.server_api.state_dir import default_state_dir, model_folder
+    from fednl_runtime.store import StoreLimits
+
+    if in_memory and state_dir is not None:
+        raise click.UsageError("Give --state-dir or --in-memory, not both.")
+    folder = None if in_memory else model_folder(state_dir or default_state_dir(), fingerprint)
+    return folder, StoreLimits(session_memory, session_disk, versions, ttl_s=session_ttl)
 
 
 def sampling_options(max_tokens: int) -> Callable[[Command], Command]:
@@ -52,12 +110,12 @@ def sampling_options(max_tokens: int) -> Callable[[Command], Command]:
 
 
 @contextlib.contextmanager
-def engine_on(backend: OnnxBackend, limits: EngineLimits | None = None) -> Iterator[Engine]:
-    """An engine on a loaded model, shut down at the end."""
+def engine_on(backend: OnnxBackend, limits: EngineLimits | None = None, folder: Path | None = None) -> Iterator[Engine]:
+    """An engine on a loaded model that keeps its sessions in `folder`, shut down at the end. Raises StoreError."""
     from fednl_runtime.engine import Engine
     from fednl_runtime.tokenizer import Tokenizer
 
-    engine = Engine(backend, Tokenizer(backend.tokenizer_json, backend.config.vocab_size), limits)
+    engine = Engine(backend, Tokenizer(backend.tokenizer_json, backend.config.vocab_size), limits, folder=folder)
     try:
         yield engine
     finally:

@@ -1,4 +1,4 @@
-"""Commands that answer on the terminal: complete, chat."""
+"""The command that completes a text on the terminal, and what commands that answer there have in common."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from fednl_runtime.server_api.local import FILE, THREADS, local_engine, sampling
 if TYPE_CHECKING:
     from fednl_runtime.engine import Engine
     from fednl_runtime.turn import TurnReport, TurnRequest
-
-SESSION = "chat"
-HELP = "/learn on|off  /stats  /quit"
 
 
 @click.command()
@@ -40,35 +37,6 @@ def complete(prompt: str, model: Path | None, threads: int | None, as_json: bool
     if not as_json:
         click.echo()
         click.echo(summary(report), err=True)
-
-
-@click.command()
-@click.option("--model", type=FILE, help="Model file [default: the shipped model].")
-@sampling_options(max_tokens=128)
-@click.option("--stop", multiple=True, default=["\n"], help="End an answer before this string [default: a new line].")
-@THREADS
-def chat(model: Path | None, threads: int | None, **sampling: Any) -> None:
-    """Talk in one session that learns from both sides; ends with /quit or the end of input."""
-    from fednl_runtime.sampling import SamplingParams
-    from fednl_runtime.turn import TurnRequest
-
-    params, learn, report = SamplingParams(**sampling), True, None
-    with local_engine(model, threads) as engine:
-        click.echo(f"{HELP}\n", err=True)
-        for line in lines():
-            match line.split():
-                case ["/quit" | "/exit"]:
-                    break
-                case ["/learn", "on" | "off" as switch]:
-                    learn = switch == "on"
-                case ["/stats"]:
-                    click.echo(summary(report) if report else "Nothing was said yet.", err=True)
-                case [word, *_] if word.startswith("/"):
-                    click.echo(HELP, err=True)
-                case _:
-                    tokens = tuple(engine.tokenizer.encode(f"{line}\n"))
-                    report = write_answer(engine, TurnRequest(tokens, params, SESSION, learn))
-                    click.echo()
 
 
 def stdin() -> TextIO:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -18,3 +20,11 @@ settings.register_profile(
 def subnormals() -> None:
     """Subnormal numbers count: onnxruntime's first session turns them off for the thread that loads it."""
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers that tests start keep their sessions apart from those of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from fednl_runtime.backend import Backend
-from fednl_runtime.errors import RequestError, RetryMismatchError, VersionConflictError
+from fednl_runtime.errors import CancelledTurnError, RequestError, RetryMismatchError, VersionConflictError
 from fednl_runtime.guard import NormCaps
 from fednl_runtime.history import Mark, Start, digest, find_start
 from fednl_runtime.receipt import pack, unpack
@@ -53,33 +53,39 @@ class Outcome:
     after: Session | None = None
     mark: Mark | None = None
     receipt: Receipt | None = None
+    frozen: bool = False
 
 
 class Turn:
-    """A turn that was started: exactly one of `commit` and `close` ends it, `close` may follow either."""
+    """A turn that was started; whichever of `commit` and `close` comes first ends it, from any thread."""
 
     def __init__(self, engine: Engine, job: Job, stop: threading.Event, request: TurnRequest) -> None:
         self._engine, self._job, self._stop, self._request = engine, job, stop, request
+        self._end = threading.Lock()  # taken once, by what ends the turn
 
     def commit(self, outcome: Outcome) -> TurnReport:
         """Make the turn's memory the session's, if it was to learn, and let the next turn begin.
 
-        It may block for as long as storing takes. Raises what `SessionStore.commit` does.
+        It may block for as long as storing takes; the session is kept from the next turn for as long.
+        Raises CancelledTurnError after `close`, and what `SessionStore.commit` does.
         """
+        if not self._end.acquire(blocking=False):
+            raise CancelledTurnError("The turn had ended before it could be committed.")
         try:
             if outcome.after is None:
                 return outcome.report
             return self._engine.commit(self._request, outcome)
         finally:
-            self.close()
+            self._engine.scheduler.close(self._job)
 
     def wrap_up(self) -> None:
         """Let the turn end at its next step with what it has; its outcome comes as ever."""
         self._stop.set()
 
     def close(self) -> None:
-        """Roll back: the turn stops within one step and leaves no trace. After `commit`: nothing."""
-        self._engine.scheduler.close(self._job)
+        """Roll back: the turn stops within one step and leaves no trace. After `commit`, or during it: nothing."""
+        if self._end.acquire(blocking=False):
+            self._engine.scheduler.close(self._job)
 
 
 class Engine:
@@ -179,6 +185,7 @@ class Engine:
             tokens=report.prompt_tokens - report.cached_tokens + report.completion_tokens,
             update_norm=report.update_norm,
             surprise=report.surprise,
+            frozen=outcome.frozen,
             request_id=request.request_id,
         )
         self.sessions.commit(outcome.after, mark, update, outcome.receipt)
@@ -277,4 +284,4 @@ class Engine:
         receipt = None
         if retry is not None:
             receipt = Receipt(after.version, retry.digest, pack(events, report), retry.key, now)
-        return Outcome(report, after, mark, receipt)
+        return Outcome(report, after, mark, receipt, beginning.frozen)

@@ -113,13 +113,13 @@ class Records:
             if path is not None:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
             self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
-            for pragma in PRAGMAS:
-                self._db.execute(f"pragma {pragma}")
-            (found,) = self._db.execute("pragma user_version").fetchone()
-            if found == 0:
-                self._db.executescript(f"begin; {SCHEMA} pragma user_version = {FORMAT}; commit;")
-            elif found != FORMAT:
-                raise StoreError(f"The sessions in {path} were kept by a newer version. Upgrade fednl-runtime.")
+            try:
+                self._prepare()
+            except BaseException:
+                self._db.close()
+                raise
+            (sessions,) = self._db.execute("select count(*) from session").fetchone()
+        self._counts = sessions, len(self.contents())
 
     def close(self) -> None:
         """Close the database; nothing may be asked of it afterwards."""
@@ -142,22 +142,21 @@ class Records:
         with self._read() as db:
             return [SessionKey(owner, name) for (name,) in db.execute(query, (owner, after, limit))]
 
-    def all_keys(self) -> list[SessionKey]:
-        """Every session of every owner."""
-        with self._read() as db:
-            return [SessionKey(*row) for row in db.execute("select owner, id from session")]
-
     def expired(self, now: float) -> list[SessionKey]:
         """The sessions that have outlived their time."""
         query = "select owner, id from session where used + json_extract(settings, '$.ttl_s') < ?"
         with self._read() as db:
             return [SessionKey(*row) for row in db.execute(query, (now,))]
 
+    def contents(self) -> list[tuple[str, str, int]]:
+        """Owner, name and version of every memory that a version refers to."""
+        with self._read() as db:
+            return db.execute("select distinct owner, id, content from mark where content > 0").fetchall()
+
     def counts(self) -> tuple[int, int]:
         """Number of sessions, and of different memories that their versions refer to."""
-        contents = "select count(*) from (select distinct owner, id, content from mark where content > 0)"
-        with self._read() as db:
-            return db.execute("select count(*) from session").fetchone()[0], db.execute(contents).fetchone()[0]
+        with self._lock:
+            return self._counts
 
     def receipt(self, key: SessionKey, retry_key: str | None) -> Receipt | None:
         """The receipt under `retry_key`, or the last one if that is None; None if there is none or it is too old."""
@@ -177,7 +176,7 @@ class Records:
     def commit(self, record: Record, update: Update | None = None, receipt: Receipt | None = None) -> None:
         """Store a record whole, with what made it, in one transaction. Raises StoreError."""
         key = record.key
-        with self._write() as db:
+        with self._write(key) as db:
             db.execute(
                 "insert into session values (?, ?, ?, ?, ?, ?) on conflict do update set "
                 "head = excluded.head, settings = excluded.settings, used = excluded.used",
@@ -205,12 +204,17 @@ class Records:
         crash_point("records_after_commit")
 
     def delete(self, key: SessionKey) -> bool:
-        """Forget a session, leaving nothing of it in the file; say whether there was one. Raises StoreError."""
-        with self._write() as db:
+        """Forget a session; say whether there was one. Its bytes are in the file until `scrub`. Raises StoreError."""
+        with self._write(key) as db:
             found = db.execute("delete from session where owner = ? and id = ?", key).rowcount > 0
-        with self._read() as db:
-            db.execute("pragma wal_checkpoint(TRUNCATE)").fetchall()
+            crash_point("delete_before_commit")
+        crash_point("delete_after_commit")
         return found
+
+    def scrub(self) -> None:
+        """Leave no byte of what was deleted in the files. Raises StoreError."""
+        with self._lock, _storing("written"):
+            self._db.execute("pragma wal_checkpoint(TRUNCATE)").fetchall()
 
     @contextlib.contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:
@@ -218,15 +222,38 @@ class Records:
             yield self._db
 
     @contextlib.contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
+    def _write(self, key: SessionKey) -> Iterator[sqlite3.Connection]:
+        """A transaction on what is known of one session."""
         with self._lock, _storing("written"):
             self._db.execute("begin immediate")
             try:
+                before = self._count(key)
                 yield self._db
+                after = self._count(key)
+                self._db.execute("commit")
             except BaseException:
-                self._db.execute("rollback")
+                if self._db.in_transaction:  # some errors end it, some leave it open
+                    self._db.execute("rollback")
                 raise
-            self._db.execute("commit")
+            sessions, contents = self._counts
+            self._counts = sessions + after[0] - before[0], contents + after[1] - before[1]
+
+    def _count(self, key: SessionKey) -> tuple[int, int]:
+        """Whether the session is there, and the number of memories that its versions refer to."""
+        there = "select count(*) from session where owner = ? and id = ?"
+        contents = "select count(distinct content) from mark where owner = ? and id = ? and content > 0"
+        return self._db.execute(there, key).fetchone()[0], self._db.execute(contents, key).fetchone()[0]
+
+    def _prepare(self) -> None:
+        """Set the database up, unless another version of this package did. Raises StoreError, sqlite3.Error."""
+        (found,) = self._db.execute("pragma user_version").fetchone()
+        if found not in (0, FORMAT):
+            raise StoreError("The sessions were kept by a newer version. Upgrade fednl-runtime.")
+        for pragma in PRAGMAS:
+            self._db.execute(f"pragma {pragma}")
+        if found == 0:
+            self._db.executescript(f"begin; {SCHEMA} pragma user_version = {FORMAT}; commit;")
+        self._db.execute("pragma wal_checkpoint(TRUNCATE)").fetchall()  # bytes of sessions deleted before a crash
 
 
 def _dump(value: Any) -> str:

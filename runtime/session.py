@@ -21,6 +21,8 @@ class Session:
 
     `logits [V]` are the model's for the next token, None before the first one; `tail` is the
     unfinished UTF-8 character that the tokens seen end in. `key` is None for a memory that nobody keeps.
+    `created` is when its session was, 0 if it is not stored yet: it tells a session from one that was
+    deleted before and had the same name.
     """
 
     key: SessionKey | None
@@ -28,6 +30,7 @@ class Session:
     version: int = 0
     logits: Array | None = None
     tail: bytes = b""
+    created: float = 0.0
 
     @property
     def id(self) -> str | None:

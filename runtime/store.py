@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fednl_runtime.crash import crash_point
@@ -16,6 +17,7 @@ from fednl_runtime.errors import (
     SessionNotFoundError,
     SnapshotNotFoundError,
     StateError,
+    StoreError,
     VersionConflictError,
 )
 from fednl_runtime.files import DiskFiles, MemoryFiles, StateFiles
@@ -56,25 +58,29 @@ class SessionStore:
         self._form, self._limits = form, limits
         self._capacity = limits.resident_bytes if folder is None else limits.stored_bytes
         self._files: StateFiles = MemoryFiles() if folder is None else DiskFiles(folder)
-        self._records = Records(None if folder is None else folder / "sessions.db")
         self._resident = Resident(limits.resident_bytes)
         self._lock = threading.Lock()
-        self._writers = [threading.RLock() for _ in range(STRIPES)]
+        self._writers = sorted((threading.RLock() for _ in range(STRIPES)), key=id)
         self._counts: collections.defaultdict[str, float] = collections.defaultdict(float)
-        self._drop_strays()
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._files.close)
+            self._records = Records(None if folder is None else folder / "sessions.db")
+            opened.callback(self._records.close)
+            self._drop_strays()
+            opened.pop_all()
 
     def close(self) -> None:
-        """Let another process have the folder."""
-        self._records.close()
-        self._files.close()
+        """Let another process have the folder, once what is being written has been."""
+        with contextlib.ExitStack() as writers:
+            for writer in self._writers:
+                writers.enter_context(writer)
+            self._records.close()
+            self._files.close()
 
     def find(self, key: SessionKey) -> Record:
         """What is known of a session; an empty record if it does not exist or has outlived its time."""
-        record, now = self._records.get(key), time.time()
-        if record is not None and record.expired(now):
-            self.delete(key)
-            record = None
-        return record or Record(key, settings=Settings(ttl_s=self._limits.ttl_s), created=now, used=now)
+        self._expire(key)
+        return self._records.get(key) or Record(key, settings=Settings(ttl_s=self._limits.ttl_s))
 
     def get(self, key: SessionKey) -> Record:
         """What is known of a session. Raises SessionNotFoundError."""
@@ -86,12 +92,15 @@ class SessionStore:
     def load(self, record: Record, mark: Mark) -> Session:
         """The memory of a version, as the base of the version that follows the head. Raises StateError."""
         if mark.content == 0:
-            return Session(record.key, MemoryState.zeros(self._form.config), record.head.version)
+            state = MemoryState.zeros(self._form.config)
+            return Session(record.key, state, record.head.version, created=record.created)
         session = self._resident.get(record.key, mark.content)
-        if session is None:
-            session = self._read(record.key, mark)
+        if session is None or session.created != record.created:
+            session = self._read(record, mark)
             if mark.content == record.head.content:
                 self._resident.put(record.key, mark.content, session)
+                if self._is_gone(record):  # deleted after it was read, and must not stay
+                    self._resident.drop(record.key)
         return dataclasses.replace(session, version=record.head.version)
 
     def is_resident(self, record: Record) -> bool:
@@ -103,12 +112,10 @@ class SessionStore:
         return self._records.receipt(key, retry_key)
 
     def check_room(self, key: SessionKey) -> None:
-        """Raise SessionLimitError if no further version of this session fits."""
-        sessions, contents = self._records.counts()
-        if (contents + 1) * self._form.max_bytes <= self._capacity:
-            return
-        if len(self.find(key).marks) < self._limits.versions:
-            raise SessionLimitError(f"{sessions} sessions fill the room set aside; delete one or raise the limit.")
+        """Raise SessionLimitError if the version of a further turn does not fit."""
+        record = self.find(key)
+        version = record.head.version + 1
+        self._check_room(record, (*record.marks, Mark(version, content=version, anchor=record.head.version)))
 
     def commit(self, after: Session, mark: Mark, update: Update, receipt: Receipt | None = None) -> None:
         """Store `after`, the version that follows the head its turn began with.
@@ -123,17 +130,13 @@ class SessionStore:
         assert mark.version == mark.content == after.version, "a turn writes its own memory"
         began = time.perf_counter()
         with self._writer(key):
-            record = self._expect(key, after.version - 1)
-            self.check_room(key)
-            name = self._name(key, mark.content)
+            record = self._expect(after)
+            self._check_room(record, (*record.marks, mark))
             crash_point("store_before_file")
-            self._files.write(name, self._form.encode(after, mark))
-            try:
-                self._replace(record, mark, update, receipt)
-            except BaseException:
-                self._files.delete(name)
-                raise
-            self._resident.put(key, mark.content, after)
+            with self._unless_failed(key, {mark.content}):
+                self._files.write(self._name(key, mark.content), self._form.encode(after, mark))
+                record = self._replace(record, mark, update, receipt)
+            self._resident.put(key, mark.content, dataclasses.replace(after, created=record.created))
         self._count("persists")
         self._count("persist_seconds", time.perf_counter() - began)
         crash_point("store_after_commit")
@@ -214,13 +217,14 @@ class SessionStore:
             record = self.get(key)
             head = record.head if to is None else self._mark(record, to)
             self._refuse_existing(other)
-            self.check_room(other)
-            marks = tuple(mark for mark in record.marks if mark.version <= head.version)
-            for content in {mark.content for mark in marks} - {0}:
-                self._files.link(self._name(key, content), self._name(other, content))
-            now = time.time()
-            copy = Record(other, marks, record.settings, created=now, used=now)
-            self._records.commit(copy, Update(copy.head.version, "fork", now))
+            marks, now = tuple(mark for mark in record.marks if mark.version <= head.version), time.time()
+            copy, contents = Record(other, marks, record.settings, created=now, used=now), _contents(marks)
+            self._check_room(Record(other), marks)
+            with self._unless_failed(other, contents):
+                for content in contents:
+                    self._files.link(self._name(key, content), self._name(other, content))
+                    crash_point("fork_after_link")
+                self._records.commit(copy, Update(copy.head.version, "fork", now))
         self._count("forks")
         return copy
 
@@ -241,9 +245,10 @@ class SessionStore:
             now = time.time()
             mark = dataclasses.replace(mark, version=1, content=1, parent=0, anchor=1, created=now, name=None)
             session = dataclasses.replace(session, version=1)
-            self._files.write(self._name(key, 1), self._form.encode(session, mark))
             record = Record(key, settings=Settings(ttl_s=self._limits.ttl_s), created=now, used=now)
-            return self._replace(record, mark, Update(1, "import", now, tokens=mark.tokens_seen))
+            with self._unless_failed(key, {1}):
+                self._files.write(self._name(key, 1), self._form.encode(session, mark))
+                return self._replace(record, mark, Update(1, "import", now, tokens=mark.tokens_seen))
 
     def delete(self, key: SessionKey) -> None:
         """Forget a session and all that was kept of it; a turn that runs on it will not bring it back.
@@ -255,7 +260,11 @@ class SessionStore:
             if record is None or not self._records.delete(key):
                 raise SessionNotFoundError(f"There is no session {key.id!r}.")
             self._resident.drop(key)
-            self._delete_files(key, (mark.content for mark in record.marks))
+            try:
+                self._delete_files(key, _contents(record.marks))
+                crash_point("delete_after_files")
+            finally:
+                self._records.scrub()
 
     def updates(self, key: SessionKey, after: int = -1, limit: int = 100) -> list[Update]:
         """The provenance log, oldest first, of versions above `after`. Raises SessionNotFoundError."""
@@ -263,10 +272,7 @@ class SessionStore:
 
     def sweep(self) -> int:
         """Delete the sessions that have outlived their time; say how many."""
-        expired = self._records.expired(time.time())
-        for key in expired:
-            self.delete(key)
-        return len(expired)
+        return sum(map(self._expire, self._records.expired(time.time())))
 
     def stats(self) -> dict[str, float]:
         """Numbers for whoever watches: sessions, versions, bytes resident, and counts since the start."""
@@ -281,23 +287,45 @@ class SessionStore:
     def _name(self, key: SessionKey, content: int) -> str:
         return self._files.name(*key, content)
 
-    def _expect(self, key: SessionKey, version: int) -> Record:
-        """The record of a session whose head is `version`. Raises VersionConflictError, SessionNotFoundError."""
-        record = self.find(key)
-        if not record.marks and version > 0:
-            raise SessionNotFoundError(f"Session {key.id!r} was deleted while the turn ran; the turn is gone too.")
-        if record.head.version != version:
+    def _expect(self, after: Session) -> Record:
+        """The record that `after` follows. Raises VersionConflictError, SessionNotFoundError."""
+        assert after.key is not None
+        record = self.find(after.key)
+        if after.created not in (0, record.created):
+            raise SessionNotFoundError(f"Session {after.id!r} was deleted while the turn ran; the turn is gone too.")
+        if record.head.version != after.version - 1:
             self._count("conflicts")
             raise VersionConflictError(
-                f"Session {key.id!r} went to version {record.head.version} while the turn ran; the turn is gone."
+                f"Session {after.id!r} went to version {record.head.version} while the turn ran; the turn is gone."
             )
         return record
 
-    def _refuse_existing(self, key: SessionKey) -> None:
+    def _is_gone(self, record: Record) -> bool:
+        """Whether that session was deleted, even if another has its name now."""
+        now = self._records.get(record.key)
+        return now is None or now.created != record.created
+
+    def _expire(self, key: SessionKey) -> bool:
+        """Delete a session if it has outlived its time; say whether it had."""
         record = self._records.get(key)
-        if record is not None and record.expired(time.time()):
+        if record is None or not record.expired(time.time()):
+            return False
+        with self._writer(key):
+            record = self._records.get(key)  # it may have been used, or deleted, just now
+            if record is None or not record.expired(time.time()):
+                return False
             self.delete(key)
-        elif record is not None:
+        return True
+
+    def _check_room(self, record: Record, marks: tuple[Mark, ...]) -> None:
+        """Raise SessionLimitError if `record` needs more room with `marks` and there is none."""
+        sessions, contents = self._records.counts()
+        more = len(_contents(self._kept(marks))) - len(_contents(record.marks))
+        if more > 0 and (contents + more) * self._form.max_bytes > self._capacity:
+            raise SessionLimitError(f"{sessions} sessions fill the room set aside; delete one or raise the limit.")
+
+    def _refuse_existing(self, key: SessionKey) -> None:
+        if not self._expire(key) and self._records.get(key) is not None:
             raise SessionExistsError(f"There is a session {key.id!r} already; delete it, or choose another name.")
 
     def _mark(self, record: Record, to: int | str) -> Mark:
@@ -313,7 +341,7 @@ class SessionStore:
     def _before(self, record: Record, turns: int) -> Mark:
         mark = record.head
         for _ in range(turns):
-            if mark.version == 0:
+            if mark.content == mark.parent == 0:
                 raise SnapshotNotFoundError(f"Session {record.key.id!r} has fewer than {turns} turns.")
             mark = self._mark(record, mark.parent)
         return mark
@@ -326,7 +354,7 @@ class SessionStore:
         return self._replace(record, revised, Update(version, kind, now))
 
     def _replace(self, record: Record, mark: Mark, update: Update, receipt: Receipt | None = None) -> Record:
-        record = dataclasses.replace(record, used=mark.created)
+        record = dataclasses.replace(record, created=record.created or mark.created, used=mark.created)
         return self._commit(record, (*record.marks, mark), update, receipt)
 
     def _commit(
@@ -336,32 +364,47 @@ class SessionStore:
         kept = self._kept(tuple(marks))
         revised = dataclasses.replace(record, marks=kept)
         self._records.commit(revised, update, receipt)
-        dropped = {mark.content for mark in record.marks} - {mark.content for mark in kept}
-        self._delete_files(record.key, dropped)
+        with contextlib.suppress(StoreError):  # it is committed; what stays is a stray, and goes at the next start
+            self._delete_files(record.key, _contents(record.marks) - _contents(kept))
         return revised
 
     def _kept(self, marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
-        """The last versions, the named ones, and the one that the conversation began from."""
+        """The last versions, the named ones, and the one that the conversation began from if more than one is kept."""
+        if not marks:
+            return ()
         first = len(marks) - self._limits.versions
-        anchor = marks[-1].anchor
+        anchor = marks[-1].anchor if self._limits.versions > 1 else None
         return tuple(m for i, m in enumerate(marks) if i >= first or m.name is not None or m.version == anchor)
 
     def _delete_files(self, key: SessionKey, contents: Iterable[int]) -> None:
-        for content in set(contents) - {0}:
+        for content in contents:
+            crash_point("store_before_unlink")
             self._files.delete(self._name(key, content))
 
-    def _read(self, key: SessionKey, mark: Mark) -> Session:
+    @contextlib.contextmanager
+    def _unless_failed(self, key: SessionKey, contents: Iterable[int]) -> Iterator[None]:
+        """Files of new versions are written here; they go again if it does not come to a version."""
         try:
-            session, stored = self._form.decode(
-                self._files.read(self._name(key, mark.content), self._form.max_bytes), key
-            )
+            yield
+        except BaseException:
+            with contextlib.suppress(StoreError):
+                self._delete_files(key, contents)
+            raise
+
+    def _read(self, record: Record, mark: Mark) -> Session:
+        key = record.key
+        try:
+            data = self._files.read(self._name(key, mark.content), self._form.max_bytes)
+            session, stored = self._form.decode(data, key)
             if (stored.content, stored.tokens_seen) != (mark.content, mark.tokens_seen):
                 raise StateError("The state file is not that of this version. Roll back to another one.")
         except StateError:
+            if self._is_gone(record):
+                raise SessionNotFoundError(f"Session {key.id!r} was deleted just now.") from None
             self._count("failed_restores")
             raise
         self._count("restores")
-        return session
+        return dataclasses.replace(session, created=record.created)
 
     def _count(self, name: str, amount: float = 1) -> None:
         with self._lock:
@@ -369,11 +412,11 @@ class SessionStore:
 
     def _drop_strays(self) -> None:
         """Delete files of versions that were never committed: the process was killed in between."""
-        _, contents = self._records.counts()
-        names = self._files.names()
-        if len(names) == contents:
-            return
-        records = filter(None, map(self._records.get, self._records.all_keys()))
-        known = {self._name(record.key, mark.content) for record in records for mark in record.marks}
-        for name in set(names) - known:
+        known = {self._files.name(*content) for content in self._records.contents()}
+        for name in set(self._files.names()) - known:
             self._files.delete(name)
+
+
+def _contents(marks: Iterable[Mark]) -> set[int]:
+    """The versions whose turns wrote the memories of `marks`; a fresh memory was written by none."""
+    return {mark.content for mark in marks} - {0}

@@ -166,7 +166,8 @@ class Reader:
 
     def snapshot(self, base: Session, tail: bytes) -> Session:
         """The version that follows `base` after what was read."""
-        return Session(base.key, self._stream.snapshot(), base.version + 1, self.logits, tail)
+        state, version = self._stream.snapshot(), base.version + 1
+        return dataclasses.replace(base, state=state, version=version, logits=self.logits, tail=tail)
 
 
 def run_turn(

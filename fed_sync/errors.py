@@ -8,9 +8,11 @@ from fednl_runtime.errors import FednlError
 class Refusal(FednlError):
     """A request of a device or an operator that is not granted; `code` is one of the stable codes of the protocol."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, current_version: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+        self.current_version = current_version
+        """The version to fetch, where that is what helps."""
 
 
 class PolicyError(FednlError):
@@ -31,3 +33,7 @@ class BlobError(FednlError):
 
 class DatabaseError(FednlError):
     """A database that cannot be opened or holds something else."""
+
+
+class SyncError(FednlError):
+    """A device that cannot take part: not enrolled, enrolled elsewhere, or a setting that cannot be."""

@@ -17,7 +17,7 @@ from fednl_runtime.fed_sync.rounds import tick_safely
 from fednl_runtime.fed_sync.signing import key_id, public_key, public_text, verify_text
 from fednl_runtime.fed_sync.tables import Device, Population, Token, Update
 from fednl_runtime.fed_sync.update import ClientUpdate
-from fednl_runtime.fed_sync.validate import check_id, check_update
+from fednl_runtime.fed_sync.validate import ID, check_id, check_update, wrong_base
 
 TOKEN_S = 7 * 86_400
 """Seconds for which an enrolment token holds."""
@@ -195,7 +195,7 @@ def _accept(fleet: Fleet, device: Device, update_id: str, update: ClientUpdate, 
         if population.paused:
             raise Refusal("paused", "The population takes no updates now. Keep the update and come back later.")
         if base not in bases_of(records, population, policy):
-            raise Refusal("stale_base", f"Version {base} is too old. Fetch version {population.current}, train again.")
+            raise wrong_base(base, population.current)
         if records.vote(population.name, device.id, base, population.target):
             raise Refusal("device_already_contributed", "A device has one vote per version. Wait for the next version.")
         row = Update(
@@ -228,8 +228,9 @@ def fate(fleet: Fleet, device: Device, update_id: str) -> tuple[Receipt | None, 
     """The receipt of an update of this device, or the code with which it was refused.
 
     Raises:
-        Refusal: `unknown_update`; it may be sent again.
+        Refusal: as `check_id` does, or `unknown_update`; it may be sent again.
     """
+    check_id(update_id, fleet.clock())
     with fleet.repository.read() as records:
         update, population = records.update(update_id), records.population(fleet.population)
         code = records.refusal(device.id, update_id)
@@ -243,7 +244,7 @@ def fate(fleet: Fleet, device: Device, update_id: str) -> tuple[Receipt | None, 
 def note_refusal(fleet: Fleet, device: Device, update_id: str, code: str) -> None:
     """Count a refused upload of a device."""
     with fleet.repository.write(fleet.population) as records:
-        records.refuse(device.id, code, update_id if len(update_id) <= 36 else "", fleet.clock())
+        records.refuse(device.id, code, update_id if ID.fullmatch(update_id) else "", fleet.clock())
 
 
 def _digest(token: str) -> str:

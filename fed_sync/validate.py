@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import uuid
 from collections.abc import Mapping
 
@@ -15,6 +16,8 @@ from fednl_runtime.fed_sync.update import MEDIA_TYPE, ClientUpdate, Schema, deco
 HEADER_BYTES = 1 << 16
 """What names, shapes and metadata of an update may take."""
 
+ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+"""A UUIDv7 in its one spelling."""
 ID_WINDOW_S = 60 * 86_400
 """Seconds for which an update's id is remembered; older ones are refused, so that none can come back."""
 ID_SKEW_S = 86_400
@@ -65,13 +68,9 @@ def check_id(update_id: str, now: float) -> str:
     Raises:
         Refusal: `bad_update_id` if it is no UUIDv7 or from the future, `update_id_expired` if it is too old.
     """
-    try:
-        parsed = uuid.UUID(update_id)
-    except ValueError:
-        parsed = uuid.UUID(int=0)
-    if parsed.version != 7 or str(parsed) != update_id:
+    if not ID.fullmatch(update_id):
         raise Refusal("bad_update_id", "The id of an update is a UUIDv7 in lower case. Make one with the update.")
-    made = (parsed.int >> 80) / 1000
+    made = (uuid.UUID(update_id).int >> 80) / 1000
     if made > now + ID_SKEW_S:
         raise Refusal("bad_update_id", "The update's id is from the future. Set the clock and make a new id.")
     if made < now - ID_WINDOW_S:
@@ -89,9 +88,14 @@ def check_update(body: bytes, bounds: Bounds, bases: Mapping[int, int], current:
     if not 1 <= update.num_tokens <= bounds.max_tokens:
         raise Refusal("bad_count", f"num_tokens is {update.num_tokens}; it must be 1 to {bounds.max_tokens}.")
     if update.base_version not in bases:
-        if update.base_version > current:
-            raise Refusal("unknown_base", f"Version {update.base_version} does not exist. Fetch version {current}.")
-        raise Refusal("stale_base", f"Version {update.base_version} is too old. Fetch version {current}, train again.")
+        raise wrong_base(update.base_version, current)
     if (length := norm(bounds.schema.vector(update.delta))) > bounds.max_norm:
         raise Refusal("norm_absurd", f"The norm is {length:.4g}, above {bounds.max_norm:.4g}. Clip before you send.")
     return update, bases[update.base_version]
+
+
+def wrong_base(base: int, current: int) -> Refusal:
+    """The refusal of an update from a version that is none or too old; it names the one to fetch."""
+    if base > current:
+        return Refusal("unknown_base", f"Version {base} does not exist. Fetch version {current}.", current)
+    return Refusal("stale_base", f"Version {base} is too old. Fetch version {current} and train again.", current)

@@ -192,7 +192,7 @@ class Records:
     def count_updates(self, population: str) -> Mapping[str, int]:
         """Accepted updates by status."""
         query = select(UPDATES.c.status, func.count()).where(UPDATES.c.population == population)
-        return dict(self._connection.execute(query.group_by(UPDATES.c.status)).tuples().all())
+        return {status: int(count) for status, count in self._connection.execute(query.group_by(UPDATES.c.status))}
 
     def refuse(self, device_id: str, code: str, update_id: str, now: float) -> None:
         """Count a refusal; one row per device and code, so that no device can fill the database."""
@@ -212,7 +212,7 @@ class Records:
         """Refused uploads by code."""
         query = select(REFUSALS.c.code, func.sum(REFUSALS.c.count)).join(DEVICES, DEVICES.c.id == REFUSALS.c.device)
         rows = self._connection.execute(query.where(DEVICES.c.population == population).group_by(REFUSALS.c.code))
-        return {code: int(count) for code, count in rows.tuples()}
+        return {code: int(count) for code, count in rows}
 
     def forget_updates(self, before: float) -> None:
         """Delete the rows of settled updates that came before a time."""

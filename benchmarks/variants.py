@@ -14,8 +14,8 @@ from fednl_runtime.hope import Cuts, Hope
 from fednl_runtime.recurrence import TensorDict, unit
 
 LETTERS = {"d": "delta", "s": "self_modifying"}
-SMALL = HopeConfig(4096, d_model=128, n_head=2, d_cms=128)
-"""The reduced size: the shipped shape at half the width."""
+SMALL = HopeConfig(4096, d_model=96, n_head=2, d_cms=96)
+"""The reduced size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def variants() -> dict[str, Variant]:
         "without_cms_64": Variant(base, silent(0)),
         "without_cms_512": Variant(base, silent(1)),
         "without_cms_4096": Variant(base, silent(2)),
-        "one_cms_level": Variant(dataclasses.replace(base, cms_periods=(64,), d_cms=384)),
+        "one_cms_level": Variant(dataclasses.replace(base, cms_periods=(64,), d_cms=288)),
         "normalised_cms": Variant(base, NormalisedSteps),
         **{f"chunk_{n}": Variant(dataclasses.replace(base, memory_period=n)) for n in (16, 32, 128)},
         "without_decay": Variant(dataclasses.replace(base, log_alpha_min=0.0)),

@@ -32,8 +32,8 @@ class TrainSettings:
     hours: float = 2.0
     batch: int = 16
     window: int = 512
-    run: tuple[int, int] = (4096, 65536)
-    start: int = 0
+    run: tuple[int, int] = (8192, 131072)
+    start: int = 256
     """Position at which a fresh session begins. A level whose period is the window would close where windows meet,
     and what it writes would never get a gradient; half a window moves its boundaries inside."""
     learning_rate: float = 3e-3

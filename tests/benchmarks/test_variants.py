@@ -54,4 +54,4 @@ def test_every_arm_builds_its_model():
     for name, variant in variants().items():
         with torch.device("meta"):
             size = sum(p.numel() for p in Transformer(variant.config).parameters())
-        assert size > 1e6, name
+        assert size > 5e5, name

@@ -21,7 +21,15 @@ from fednl_runtime.export.train import Trainer, TrainSettings, forget, learning_
 from fednl_runtime.hope import Hope, parameters
 
 SETTINGS = TrainSettings(
-    hours=20 / 3600, batch=3, window=20, run=(40, 400), learning_rate=1e-2, warmup=5, bf16=False, compile=False
+    hours=20 / 3600,
+    batch=3,
+    window=20,
+    run=(40, 400),
+    start=10,
+    learning_rate=1e-2,
+    warmup=5,
+    bf16=False,
+    compile=False,
 )
 
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": "model_commands:verify",
     "train": "learn_commands:train",
     "eval": "learn_commands:evaluate",
+    "rules": "rules_commands:rules",
     "aggregator": "aggregator_commands:aggregator",
     "version": "cli:version",
 }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fednl_runtime.server_api.local import FILE, THREADS
+from fednl_runtime.server_api.local import FILE, RULES, THREADS, loaded
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -102,8 +102,12 @@ def train(
 @click.option("--model", "path", type=FILE, help="Model file [default: the shipped model].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 @click.option("--plot", type=FILE, help="Draw the curves to this PNG, SVG or PDF file.")
+@RULES
 @THREADS
-def evaluate(files: tuple[Path, ...], path: Path | None, as_json: bool, plot: Path | None, threads: int | None) -> None:
+def evaluate(
+    files: tuple[Path, ...], path: Path | None, as_json: bool, plot: Path | None, rules: Path | None,
+    threads: int | None,
+) -> None:  # fmt: skip
     """Measure whether the model learns from your FILES: streaming cross-entropy in 1,024-token bins.
 
     Each file is read from an empty memory, three times with the same weights: `on` learns
@@ -114,7 +118,7 @@ def evaluate(files: tuple[Path, ...], path: Path | None, as_json: bool, plot: Pa
 
     if plot:
         require_drawing(plot)
-    results = list(evaluate_files(files, path, threads))
+    results = list(evaluate_files(files, path, threads, rules))
     report = summary(results)
     if plot:
         draw_curves(results, plot)
@@ -125,17 +129,16 @@ def evaluate(files: tuple[Path, ...], path: Path | None, as_json: bool, plot: Pa
 
 
 def evaluate_files(
-    files: tuple[Path, ...], path: Path | None, threads: int | None
+    files: tuple[Path, ...], path: Path | None, threads: int | None, rules: Path | None
 ) -> Iterator[tuple[str, int, dict[str, Arm]]]:
     """Name, tokens and arms of each file."""
     from fednl_runtime import evaluate as ev
     from fednl_runtime.corpus import encode_documents, read_text
     from fednl_runtime.errors import RequestError
     from fednl_runtime.model_file import default_model_path
-    from fednl_runtime.onnx_backend import load
     from fednl_runtime.tokenizer import Tokenizer
 
-    backend = load(path or default_model_path(), threads)
+    backend = loaded(path or default_model_path(), threads, rules)
     tokenizer = Tokenizer(backend.tokenizer_json, backend.config.vocab_size)
     with progress_bar() as bar:
         for file in files:

@@ -18,6 +18,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Threads of onnxruntime [default: the cores given to us]."
 )
+RULES = click.option("--rules", type=FILE, help="Learning rules to use, from `rules train` [default: the model's own].")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -107,6 +108,19 @@ def sampling_options(max_tokens: int) -> Callable[[Command], Command]:
         return command
 
     return add
+
+
+def loaded(path: Path, threads: int | None, rules: Path | None) -> OnnxBackend:
+    """A model file under the rules of a file, by default its own. Raises ModelFileError, RulesError."""
+    from fednl_runtime.onnx_backend import load
+    from fednl_runtime.rules import load_rules
+
+    backend = load(path, threads)
+    if rules is None:
+        return backend
+    found, _ = load_rules(rules)
+    found.require(backend.model.rules, backend.fingerprint)
+    return backend.with_rules(found.tensors)
 
 
 @contextlib.contextmanager

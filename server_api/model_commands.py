@@ -53,13 +53,20 @@ def info(file: Path | None, option: Path | None, as_json: bool) -> None:
 @click.option("--portable", is_flag=True, help="Standard ONNX operators only: slower, but runs everywhere.")
 @click.option("--name", default="hope", show_default=True, help="Name of the model.")
 def export(checkpoint: Path, output: Path, portable: bool, name: str) -> None:
-    """Write a training CHECKPOINT as one model file that onnxruntime can serve."""
+    """Write a training CHECKPOINT as one model file that onnxruntime can serve.
+
+    The gradient graph that `rules train` needs is written next to it, as model.rules.onnx.
+    """
     from fednl_runtime.export.checkpoint import load_checkpoint
     from fednl_runtime.export.graph import export_model
+    from fednl_runtime.export.ops import Ops
+    from fednl_runtime.export.rules_graph import export_rules
 
     config, params, tokenizer_json = load_checkpoint(checkpoint)
-    export_model(params, config, tokenizer_json, output, portable=portable, name=name)
-    click.echo(f"Wrote {output} ({output.stat().st_size / 1e6:.1f} MB). Check it with: fednl-runtime verify {output}")
+    export_model(params, config, tokenizer_json, output, Ops(portable), name)
+    gradients = export_rules(params, config, output)
+    sizes = " and ".join(f"{path} ({path.stat().st_size / 1e6:.1f} MB)" for path in (output, gradients))
+    click.echo(f"Wrote {sizes}. Check it with: fednl-runtime verify {output}")
 
 
 @click.command()

@@ -12,6 +12,10 @@ from fednl_runtime.config import HopeConfig
 from fednl_runtime.export.ops import Ops, typed
 
 
+PER_ROW = ("position", "adapt", "input_ids")
+"""Inputs of the graph with an axis of rows, besides the state."""
+
+
 def slow_names(c: HopeConfig) -> list[str]:
     """State tensors of the blocks that change only at chunk boundaries."""
     names = []
@@ -34,13 +38,29 @@ def close_chunks(ops: Ops, c: HopeConfig, power: float, embedding: str) -> None:
 
 
 def branch_at(ops: Ops, period: int, names: list[str], close: Callable[[Ops], list[str]]) -> None:
-    """Write the `present.` tensors of `names`: by `close` where any row reaches a multiple of `period`."""
-    at = ops("Cast", at_multiple(ops, "position", (period,)), to=TensorProto.INT32)
-    reached = ops("Cast", ops("ReduceMax", at, keepdims=0), to=TensorProto.BOOL)
+    """Write the `present.` tensors of `names`: by `close` in the rows that reach a multiple of `period`."""
+    at = at_multiple(ops, "position", (period,))
+    reached = ops("Cast", ops("ReduceMax", ops("Cast", at, to=TensorProto.INT32), keepdims=0), to=TensorProto.BOOL)
     closing, idle = ops.branch(), ops.branch()
-    closed = closing.graph("close", [], [typed(value) for value in close(closing)])
+    closed = closing.graph("close", [], [typed(value) for value in in_rows(closing, at, names, close)])
     kept = idle.graph("keep", [], [typed(idle("Identity", f"past.{name}")) for name in names])
     ops.many("If", reached, outputs=[f"present.{n}" for n in names], then_branch=closed, else_branch=kept)
+
+
+def in_rows(ops: Ops, at: str, names: list[str], close: Callable[[Ops], list[str]]) -> list[str]:
+    """New value of the tensors of `names`: what `close` makes of the rows marked in `at [B]` alone, in their places."""
+    rows = ops("Transpose", ops("NonZero", at), perm=[1, 0])
+    flat = ops("Squeeze", rows, ops.ints(1))
+    first = len(ops.nodes)
+    values = close(ops)
+    work = ops.nodes[first:]
+    del ops.nodes[first:]
+    read = sorted({name for node in work for name in node.input if name.startswith("past.") or name in PER_ROW})
+    chosen = {name: ops("Gather", name, flat, axis=0) for name in read}
+    for node in work:
+        node.input[:] = [chosen.get(name, name) for name in node.input]
+    ops.nodes.extend(work)
+    return [ops("ScatterND", f"past.{n}", rows, value) for n, value in zip(names, values, strict=True)]
 
 
 def at_multiple(ops: Ops, position: str, periods: tuple[int, ...]) -> str:

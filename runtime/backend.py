@@ -13,17 +13,23 @@ LEARN, FREEZE = (1.0, 1.0), (1.0, 0.0)
 
 
 class Stream(Protocol):
-    """A running batch of sessions with its own state buffers; one owner, one thread."""
+    """Sessions in the rows of its own state buffers; one owner, one thread."""
 
-    def feed(self, tokens: Tokens, adapt: Array) -> Array:
-        """Read tokens `[B, T]` with adapt scales `[B, 2]`; return logits `[B, T, V]`.
+    def feed(self, tokens: Tokens, adapt: Array, first: int = 0) -> Array:
+        """Read tokens `[B, T]` in the B rows from `first` on, with adapt scales `[B, 2]`; return logits `[B, T, V]`.
 
         The call may not cross a multiple of `Backend.segment` in any row. The logits are a view that
         the next call overwrites.
         """
 
-    def snapshot(self) -> MemoryState:
-        """An owning copy of the state after the last `feed`."""
+    def snapshot(self, row: int | None = None) -> MemoryState:
+        """An owning copy of the state after the last `feed`: of one row, or of all."""
+
+    def put(self, row: int, state: MemoryState) -> None:
+        """Replace a row by a state of one."""
+
+    def swap(self, row: int, other: int) -> None:
+        """Exchange two rows."""
 
 
 class Backend(Protocol):

@@ -6,7 +6,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -21,11 +21,12 @@ from fednl_runtime.records import Receipt, Record, Update
 from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.scheduler import Job, Scheduler
 from fednl_runtime.session import Session
+from fednl_runtime.slots import Slots
 from fednl_runtime.state import Array, MemoryState, state_bytes
 from fednl_runtime.state_file import StateFormat
 from fednl_runtime.store import SessionStore, StoreLimits
 from fednl_runtime.tokenizer import Tokenizer
-from fednl_runtime.turn import Beginning, Ending, PromptEvent, TokenEvent, TurnReport, TurnRequest, run_turn
+from fednl_runtime.turn import Beginning, Ending, PromptEvent, Steps, TokenEvent, TurnReport, TurnRequest, run_turn
 
 Event: TypeAlias = PromptEvent | TokenEvent | TurnReport
 RETRY_S = 600
@@ -108,6 +109,7 @@ class Engine:
         """Whether sessions outlive this process."""
         form = StateFormat(backend.config, backend.fingerprint, tokenizer.fingerprint)
         self.sessions = SessionStore(form, self.limits.store, folder)
+        self._slots = Slots(backend, self.limits.slots)
         self.scheduler = Scheduler(self.limits.slots, self.limits.queue, self.limits.busy_wait_s)
 
     def check(self, request: TurnRequest) -> None:
@@ -196,7 +198,7 @@ class Engine:
         self.scheduler.shutdown()
         self.sessions.close()
 
-    def _steps(self, request: TurnRequest, stop: threading.Event) -> Generator[PromptEvent | TokenEvent, None, Outcome]:
+    def _steps(self, request: TurnRequest, stop: threading.Event) -> Steps[Outcome]:
         if request.key is None:
             base = Session(None, MemoryState.zeros(self.backend.config))
             ending = yield from self._run(Beginning(base, request.prompt), request, stop)
@@ -243,26 +245,24 @@ class Engine:
         rest = tuple(self.tokenizer.encode(text[start.skip :].decode("utf-8", "replace")))
         return Beginning(base, rest, start.mark.version, start.mark.tokens, frozen)
 
-    def _run(
-        self, beginning: Beginning, request: TurnRequest, stop: threading.Event
-    ) -> Generator[PromptEvent | TokenEvent, None, Ending]:
-        return (yield from run_turn(self.backend, self.tokenizer, beginning, request, self.caps, stop))
+    def _run(self, beginning: Beginning, request: TurnRequest, stop: threading.Event) -> Steps[Ending]:
+        return (yield from run_turn(self._slots, self.tokenizer, beginning, request, self.caps, stop))
 
     def _write(
         self, beginning: Beginning, start: Start, text: bytes, request: TurnRequest, stop: threading.Event
-    ) -> Generator[PromptEvent | TokenEvent, None, Outcome]:
+    ) -> Steps[Outcome]:
         """Run a turn that writes to its session; note what its version will be known by."""
         events: list[PromptEvent | TokenEvent] = []
-        steps = self._run(beginning, request, stop)
+        steps, logits = self._run(beginning, request, stop), None
         while True:
             try:
-                event = next(steps)
+                step = steps.send(logits)
             except StopIteration as end:
                 ending: Ending = end.value
                 break
-            if isinstance(event, TokenEvent) or request.score_prompt:
-                events.append(event)
-            yield event
+            if isinstance(step, TokenEvent) or (request.score_prompt and isinstance(step, PromptEvent)):
+                events.append(step)
+            logits = yield step
         after, report = ending.after, dataclasses.replace(ending.report, persisted=self.persistent)
         read = text[: start.skip] + self.tokenizer.decode_bytes(ending.prompt)
         said = read + self.tokenizer.decode_bytes(ending.answer)

@@ -126,61 +126,92 @@ class OnnxBackend:
 
 
 class OnnxStream:
-    """A running batch of sessions: two sets of state buffers, written in turn; one owner, one thread."""
+    """Sessions in rows: two sets of state buffers, written in turn; one owner, one thread.
+
+    Each row is in one set at a time. Tensors that a call may write where it reads them are the same array in both.
+    """
 
     def __init__(self, session: ort.InferenceSession, model: ModelFile, state: MemoryState, rules: Tensors) -> None:
         self._session, self._model, self._rules = session, model, rules
-        batch = len(state.position)
+        rows = len(state.position)
         first = {n: np.array(t, np.float32, order="C") for n, t in state.tensors.items()}
         second = {n: t if n in model.in_place else np.empty_like(t) for n, t in first.items()}
         self._states = (first, second)
-        self._turn = 0
+        self._sets = np.zeros(rows, np.int64)
         self._position = np.array(state.position, np.int64)
-        self._adapt = np.ones((batch, 2), np.float32)
-        self._tokens = np.zeros(batch * model.segment, np.int64)
-        self._logits = np.zeros(batch * model.segment * model.config.vocab_size, np.float32)
-        self._views: dict[int, tuple[Tokens, Array]] = {}
-        self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
+        self._adapt = np.ones((rows, 2), np.float32)
+        self._tokens = np.zeros(rows * model.segment, np.int64)
+        self._logits = np.zeros(rows * model.segment * model.config.vocab_size, np.float32)
+        self._views: dict[tuple[int, int], tuple[Tokens, Array]] = {}
+        self._bindings: dict[tuple[int, int, int, int], ort.IOBinding] = {}
 
-    def feed(self, tokens: Tokens, adapt: Array) -> Array:
-        """Read tokens `[B, T]` with adapt scales `[B, 2]`; return logits `[B, T, V]`, a view until the next call."""
-        length = tokens.shape[1]
-        assert 0 < length <= self._model.segment - int((self._position % self._model.segment).max())
-        ids, logits = self._buffers(length)
+    def feed(self, tokens: Tokens, adapt: Array, first: int = 0) -> Array:
+        """Read tokens `[B, T]` in the rows from `first` on; return logits `[B, T, V]`, a view until the next call."""
+        rows, (count, length) = slice(first, first + len(tokens)), tokens.shape
+        assert 0 < length <= self._model.segment - int((self._position[rows] % self._model.segment).max())
+        ids, logits = self._buffers(count, length)
         np.copyto(ids, tokens)
-        np.copyto(self._adapt, adapt)
-        self._session.run_with_iobinding(self._binding(length))
-        self._turn ^= 1
-        self._position += length
+        np.copyto(self._adapt[rows], adapt)
+        now = int(self._sets[first])
+        for row in np.flatnonzero(self._sets[rows] != now):
+            self._bring(first + int(row), now)
+        self._session.run_with_iobinding(self._binding(first, count, length, now))
+        self._sets[rows] = 1 - now
+        self._position[rows] += length
         return logits
 
-    def snapshot(self) -> MemoryState:
-        """An owning copy of the state after the last `feed`."""
-        return MemoryState(self._states[self._turn], self._position).copy()
+    def snapshot(self, row: int | None = None) -> MemoryState:
+        """An owning copy of the state after the last `feed`: of one row, or of all."""
+        if row is not None:
+            return MemoryState(self._states[self._sets[row]], self._position).row(row)
+        return MemoryState.stack([self.snapshot(row) for row in range(len(self._position))])
 
-    def _buffers(self, length: int) -> tuple[Tokens, Array]:
-        """The token and logits buffers of a call of `length` tokens."""
-        if length not in self._views:
-            batch, vocabulary = len(self._position), self._model.config.vocab_size
-            ids = self._tokens[: batch * length].reshape(batch, length)
-            logits = self._logits[: batch * length * vocabulary].reshape(batch, length, vocabulary)
-            self._views[length] = ids, logits
-        return self._views[length]
+    def put(self, row: int, state: MemoryState) -> None:
+        """Replace a row by a state of one. Raises StateError."""
+        check_state(state.tensors, self._model.state)
+        for name, tensor in self._states[0].items():
+            tensor[row] = state.tensors[name][0]
+        self._sets[row], self._position[row] = 0, state.position[0]
 
-    def _binding(self, length: int) -> ort.IOBinding:
-        """The inputs and outputs of a call of `length` tokens that reads the current set of buffers."""
-        key = (length, self._turn)
+    def swap(self, row: int, other: int) -> None:
+        """Exchange two rows."""
+        pair, turned = [row, other], [other, row]
+        for tensors in self._states:
+            for name, tensor in tensors.items():
+                if tensors is self._states[0] or name not in self._model.in_place:
+                    tensor[pair] = tensor[turned]
+        self._sets[pair], self._position[pair] = self._sets[turned], self._position[turned]
+
+    def _bring(self, row: int, to: int) -> None:
+        """Copy a row from the other set of buffers."""
+        for name, tensor in self._states[to].items():
+            if name not in self._model.in_place:
+                tensor[row] = self._states[1 - to][name][row]
+        self._sets[row] = to
+
+    def _buffers(self, count: int, length: int) -> tuple[Tokens, Array]:
+        """The token and logits buffers of a call of `length` tokens in `count` rows."""
+        if (count, length) not in self._views:
+            vocabulary, number = self._model.config.vocab_size, count * length
+            ids = self._tokens[:number].reshape(count, length)
+            logits = self._logits[: number * vocabulary].reshape(count, length, vocabulary)
+            self._views[count, length] = ids, logits
+        return self._views[count, length]
+
+    def _binding(self, first: int, count: int, length: int, now: int) -> ort.IOBinding:
+        """The inputs and outputs of a call on rows that are in the set `now`."""
+        key = (first, count, length, now)
         if key not in self._bindings:
-            past, present = self._states[self._turn], self._states[self._turn ^ 1]
-            ids, logits = self._buffers(length)
+            rows = slice(first, first + count)
+            ids, logits = self._buffers(count, length)
             inputs: Mapping[str, Array | Tokens] = {
                 "input_ids": ids,
-                "position": self._position,
-                "adapt": self._adapt,
-                **{f"past.{n}": t for n, t in past.items()},
+                "position": self._position[rows],
+                "adapt": self._adapt[rows],
+                **{f"past.{n}": t[rows] for n, t in self._states[now].items()},
                 **self._rules,
             }
-            outputs = {"logits": logits, **{f"present.{n}": t for n, t in present.items()}}
+            outputs = {"logits": logits, **{f"present.{n}": t[rows] for n, t in self._states[1 - now].items()}}
             self._bindings[key] = bound(self._session, inputs, outputs)
         return self._bindings[key]
 

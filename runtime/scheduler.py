@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from fednl_runtime.errors import QueueFullError, SessionBusyError, ShuttingDownError
 from fednl_runtime.session import SessionKey
+from fednl_runtime.slots import Feed, Slots
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A generator of events to be run step by step.
+    """A generator of events and feeds to be run step by step.
 
     `deliver` gets every event, then what the generator returns or the exception that ended it; it is
     called from the decode thread and must not block. `key` is held from the first step until `close`.
@@ -29,6 +29,8 @@ class Job:
     closed: bool = False
     finished: bool = False
     holds_key: bool = False
+    feed: Feed | None = None
+    """What it waits to have read."""
 
 
 class Scheduler:
@@ -38,7 +40,7 @@ class Scheduler:
         self._slots, self._queue, self._busy_wait_s = slots, queue, busy_wait_s
         self._wake = threading.Condition()
         self._waiting: list[Job] = []
-        self._active: collections.deque[Job] = collections.deque()
+        self._active: list[Job] = []
         self._keys: set[SessionKey] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="fednl-decode", daemon=True)
@@ -81,22 +83,54 @@ class Scheduler:
         self._thread.join()
 
     def _loop(self) -> None:
-        while (job := self._next_job()) is not None:
-            self._step(job)
+        while self._wait():
+            self._round()
         for job in (*self._active, *self._waiting):
             job.deliver(ShuttingDownError("The engine is shutting down; the turn was rolled back."))
 
-    def _next_job(self) -> Job | None:
+    def _wait(self) -> bool:
+        """Wait for work; let waiting jobs begin. False at the end."""
         with self._wake:
             while not self._closed:
-                self._admit()
+                if began := self._admit():
+                    break
                 if self._active:
-                    self._active.rotate(-1)
-                    return self._active[-1]
+                    return True
                 self._wake.wait(self._patience())
-            return None
+            else:
+                return False
+        for job in began:
+            self._advance(job, None)
+        return True
 
-    def _admit(self) -> None:
+    def _round(self) -> None:
+        """Read one token for every job that wants one, in batches, and one longer piece for one of the others."""
+        for job in [job for job in self._active if job.closed]:
+            self._advance(job, None)
+        singles = [job for job in self._active if job.feed is not None and len(job.feed.tokens) == 1]
+        for slots, group in grouped(singles):
+            for first in range(0, len(group), slots.batch):
+                self._read(slots, group[first : first + slots.batch])
+        longer = next((job for job in self._active if job.feed is not None and len(job.feed.tokens) > 1), None)
+        if longer is not None and longer.feed is not None:
+            self._active.remove(longer)
+            self._active.append(longer)
+            self._read(longer.feed.slot.slots, [longer])
+
+    def _read(self, slots: Slots, jobs: list[Job]) -> None:
+        """One call of the model; its logits go to the jobs before the next one overwrites them."""
+        try:
+            logits: Any = slots.read([job.feed for job in jobs if job.feed is not None])
+        except Exception as error:
+            for job in jobs:
+                self._fail(job, error)
+        else:
+            for job, rows in zip(jobs, logits, strict=True):
+                self._advance(job, rows)
+
+    def _admit(self) -> list[Job]:
+        """Let waiting jobs begin for which there is room; those that do."""
+        began = []
         for job in list(self._waiting):
             if job.closed:
                 self._waiting.remove(job)
@@ -106,6 +140,8 @@ class Scheduler:
                 self._waiting.remove(job)
                 self._active.append(job)
                 self._hold(job)
+                began.append(job)
+        return began
 
     def _expire(self, job: Job, now: float) -> None:
         if job.deadline is None:
@@ -120,21 +156,30 @@ class Scheduler:
         deadlines = [job.deadline for job in self._waiting if job.key in self._keys and job.deadline is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def _step(self, job: Job) -> None:
-        if job.closed:
+    def _advance(self, job: Job, logits: Any) -> None:
+        """Run a job up to its next feed; `logits` are what it asked for with the last one."""
+        job.feed = None
+        try:
+            while not job.closed:
+                step = job.steps.send(logits)
+                if isinstance(step, Feed):
+                    job.feed = step
+                    return
+                job.deliver(step)
+                logits = None
             job.steps.close()
             self._finish(job)
-            return
-        try:
-            event = next(job.steps)
         except StopIteration as end:
             self._finish(job)
-            event = end.value
+            job.deliver(end.value)
         except Exception as error:
-            job.closed = True
-            self._finish(job)
-            event = error
-        job.deliver(event)
+            self._fail(job, error)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        job.feed, job.closed = None, True
+        job.steps.close()
+        self._finish(job)
+        job.deliver(error)
 
     def _finish(self, job: Job) -> None:
         with self._wake:
@@ -152,3 +197,13 @@ class Scheduler:
         if job.holds_key and job.key is not None:
             job.holds_key = False
             self._keys.discard(job.key)
+
+
+def grouped(jobs: Iterable[Job]) -> list[tuple[Slots, list[Job]]]:
+    """Jobs by the slots they run in: there are several only for as long as turns last that began with older rules."""
+    groups: dict[int, tuple[Slots, list[Job]]] = {}
+    for job in jobs:
+        assert job.feed is not None, "only jobs that wait are grouped"
+        slots = job.feed.slot.slots
+        groups.setdefault(id(slots), (slots, []))[1].append(job)
+    return list(groups.values())

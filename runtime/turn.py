@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Generator, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Generator
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from fednl_runtime.backend import FREEZE, LEARN, Backend, segments
+from fednl_runtime.backend import FREEZE, LEARN, segments
 from fednl_runtime.crash import crash_point
 from fednl_runtime.errors import MemoryBreachError
 from fednl_runtime.guard import NormCaps, check_memory, update_norm
 from fednl_runtime.history import Mode
 from fednl_runtime.sampling import SamplingParams, log_softmax, sample, top_logprobs
 from fednl_runtime.session import Session, SessionKey
+from fednl_runtime.slots import Feed, Slot, Slots
 from fednl_runtime.state import Array
 from fednl_runtime.text import TextStream, unfinished
 from fednl_runtime.tokenizer import Tokenizer
@@ -146,17 +148,24 @@ class Ending:
     report: TurnReport
 
 
-class Reader:
-    """A stream with the logits it ended on: reads tokens and says how likely each was."""
+T = TypeVar("T")
+Steps: TypeAlias = Generator[PromptEvent | TokenEvent | Feed, Any, T]
+"""A turn under way: it yields events for its caller, and feeds for which it is sent logits `[T, V]`."""
 
-    def __init__(self, backend: Backend, base: Session, adapt: Array) -> None:
-        self._stream = backend.open(base.state)
-        self._adapt = adapt
+
+class Reader:
+    """A place among the turns with the logits it is at: reads tokens and says how likely each was."""
+
+    def __init__(self, slot: Slot, base: Session) -> None:
+        self._slot = slot
         self.logits = base.logits
 
-    def read(self, tokens: Sequence[int]) -> Array:
-        """Read tokens `[T]` within one segment; return the logits `[T or T-1, V]` that predicted the last of them."""
-        logits = self._stream.feed(np.array([tokens], np.int64), self._adapt)[0]
+    def read(self, tokens: tuple[int, ...]) -> Generator[Feed, Array, Array]:
+        """Read tokens `[T]` within one segment; return the logits `[T or T-1, V]` that predicted the last of them.
+
+        The tokens are yielded for whoever runs the model, the logits `[T, V]` that follow them come back.
+        """
+        logits = yield Feed(self._slot, tokens)
         if not np.isfinite(logits).all():
             raise MemoryBreachError("The model's output is not finite; the turn was discarded.")
         before = [] if self.logits is None else [self.logits[None]]
@@ -166,18 +175,18 @@ class Reader:
 
     def snapshot(self, base: Session, tail: bytes) -> Session:
         """The version that follows `base` after what was read."""
-        state, version = self._stream.snapshot(), base.version + 1
+        state, version = self._slot.snapshot(), base.version + 1
         return dataclasses.replace(base, state=state, version=version, logits=self.logits, tail=tail)
 
 
 def run_turn(
-    backend: Backend,
+    slots: Slots,
     tokenizer: Tokenizer,
     start: Beginning,
     request: TurnRequest,
     caps: NormCaps,
     stop: threading.Event,
-) -> Generator[PromptEvent | TokenEvent, None, Ending]:
+) -> Steps[Ending]:
     """Run a turn on a scratch copy of its base, with at most one call of the model between two events.
 
     Once `stop` is set nothing more is read: the turn ends with what it has.
@@ -186,24 +195,14 @@ def run_turn(
         MemoryBreachError: the memory it would leave is not fit to keep.
     """
     base, learns = start.base, request.learn is not False and not start.frozen
-    reader = Reader(backend, base, np.array([LEARN if learns else FREEZE], np.float32))
-    tokens = start.tokens or (() if base.logits is not None else (tokenizer.end_of_text,))
-    surprise: list[float] = []
-    read = 0
-    for part in segments(base.tokens_seen, len(tokens), backend.segment):
-        if stop.is_set():
-            break
-        event = prompt_event(tokens[part], reader.read(tokens[part]), request)
-        surprise += [-p for p in event.logprobs if p is not None]
-        read = part.stop
-        yield event
-        crash_point("turn_in_prompt")
-    tokens = tokens[:read]
-    tail = unfinished(base.tail + tokenizer.decode_bytes(tokens))
-    answer, finish_reason = yield from generate(reader, tokenizer, tokens, request, tail, stop)
-    crash_point("turn_after_answer")
-    tail = unfinished(tail + tokenizer.decode_bytes(answer))
-    after = reader.snapshot(base, tail)
+    with contextlib.closing(slots.open(base.state, LEARN if learns else FREEZE)) as slot:
+        reader = Reader(slot, base)
+        tokens = start.tokens or (() if base.logits is not None else (tokenizer.end_of_text,))
+        tokens, surprise = yield from read_prompt(reader, tokens, segments_of(base, tokens, slots), request, stop)
+        tail = unfinished(base.tail + tokenizer.decode_bytes(tokens))
+        answer, finish_reason = yield from generate(reader, tokenizer, tokens, request, tail, stop)
+        crash_point("turn_after_answer")
+        after = reader.snapshot(base, unfinished(tail + tokenizer.decode_bytes(answer)))
     check_memory(after.state, caps)
     kept = after if request.writes else base
     return Ending(
@@ -227,6 +226,28 @@ def run_turn(
     )
 
 
+def segments_of(base: Session, tokens: tuple[int, ...], slots: Slots) -> list[slice]:
+    """The pieces in which the tokens that follow `base` are read."""
+    return segments(base.tokens_seen, len(tokens), slots.backend.segment)
+
+
+def read_prompt(
+    reader: Reader, tokens: tuple[int, ...], parts: list[slice], request: TurnRequest, stop: threading.Event
+) -> Steps[tuple[tuple[int, ...], list[float]]]:
+    """Read the prompt; return the tokens read, all unless `stop` was set, and the surprise of those that had one."""
+    surprise: list[float] = []
+    read = 0
+    for part in parts:
+        if stop.is_set():
+            break
+        event = prompt_event(tokens[part], (yield from reader.read(tokens[part])), request)
+        surprise += [-p for p in event.logprobs if p is not None]
+        read = part.stop
+        yield event
+        crash_point("turn_in_prompt")
+    return tokens[:read], surprise
+
+
 def prompt_event(tokens: tuple[int, ...], logits: Array, request: TurnRequest) -> PromptEvent:
     """The event of a piece of the prompt, from the logits `[T or T-1, V]` that predicted its tokens."""
     rows = log_softmax(logits) if len(logits) else logits
@@ -246,7 +267,7 @@ def generate(
     request: TurnRequest,
     tail: bytes,
     stop: threading.Event,
-) -> Generator[TokenEvent, None, tuple[list[int], str]]:
+) -> Steps[tuple[list[int], str]]:
     """Choose and read up to max_tokens tokens; return them and why the answer ended."""
     params, rng = request.params, request.params.rng(request.choice)
     text = TextStream(params.stop, tail)
@@ -260,7 +281,7 @@ def generate(
         event = token_event(token, text, tokenizer, reader.logits, params, len(answer) == params.max_tokens)
         finish_reason = event.finish_reason
         yield event
-        reader.read([token])
+        yield from reader.read((token,))
         crash_point("turn_in_answer")
     return answer, finish_reason or "length"
 

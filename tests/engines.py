@@ -60,29 +60,43 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 class NumpyStream:
-    """A stream over the reference, which refuses calls that cross a segment and poisons old logits."""
+    """Rows over the reference, each run by itself; refuses calls that cross a segment and poisons old logits."""
 
     def __init__(self, backend: NumpyBackend, state: MemoryState) -> None:
-        self._backend, self._state = backend, state.copy()
+        self._backend = backend
+        self._rows = [state.row(row) for row in range(len(state.position))]
         self._last: Array | None = None
 
-    def feed(self, tokens: Tokens, adapt: Array) -> Array:
-        """Read tokens `[B, T]`."""
-        backend, start = self._backend, self._state.position
-        assert ((start % backend.segment) + tokens.shape[1] <= backend.segment).all(), "a call crossed a segment"
-        backend.calls.append((int(start[0]), tokens.shape[1]))
-        time.sleep(backend.delay_s)
-        if backend.fail_at is not None and int(start[0]) <= backend.fail_at < int(start[0]) + tokens.shape[1]:
-            raise RuntimeError("the backend broke")
+    def feed(self, tokens: Tokens, adapt: Array, first: int = 0) -> Array:
+        """Read tokens `[B, T]` in the rows from `first` on."""
+        time.sleep(self._backend.delay_s)
         if self._last is not None:
             self._last.fill(np.nan)
-        logits, self._state = run(backend.params, backend.config, tokens, self._state, adapt)
-        self._last = logits.astype(np.float32)
+        rows = [self._feed(first + i, tokens[i : i + 1], adapt[i : i + 1]) for i in range(len(tokens))]
+        self._last = np.concatenate(rows).astype(np.float32)
         return self._last
 
-    def snapshot(self) -> MemoryState:
-        """An owning copy of the state."""
-        return self._state.copy()
+    def _feed(self, row: int, tokens: Tokens, adapt: Array) -> Array:
+        backend, state = self._backend, self._rows[row]
+        start, length = int(state.position[0]), tokens.shape[1]
+        assert start % backend.segment + length <= backend.segment, "a call crossed a segment"
+        backend.calls.append((start, length))
+        if backend.fail_at is not None and start <= backend.fail_at < start + length:
+            raise RuntimeError("the backend broke")
+        logits, self._rows[row] = run(backend.params, backend.config, tokens, state, adapt)
+        return logits
+
+    def snapshot(self, row: int | None = None) -> MemoryState:
+        """An owning copy of the state of one row, or of all."""
+        return MemoryState.stack(self._rows) if row is None else self._rows[row].copy()
+
+    def put(self, row: int, state: MemoryState) -> None:
+        """Replace a row."""
+        self._rows[row] = state.copy()
+
+    def swap(self, row: int, other: int) -> None:
+        """Exchange two rows."""
+        self._rows[row], self._rows[other] = self._rows[other], self._rows[row]
 
 
 class NumpyBackend:

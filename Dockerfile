@@ -7,12 +7,16 @@ COPY runtime runtime/
 COPY export export/
 COPY fed_sync fed_sync/
 COPY server_api server_api/
-RUN pip wheel --no-deps --wheel-dir dist .
+RUN pip wheel --no-deps --wheel-dir dist . && mkdir state
 
 FROM python:3.11-slim
 WORKDIR /srv
 COPY --from=build /src/dist dist/
 RUN pip install --no-cache-dir dist/*.whl && rm -r dist
+# Sessions outlive a container in a volume here.
+COPY --from=build --chown=10001:10001 /src/state state/
+ENV FEDNL_SERVE_STATE_DIR=/srv/state
+VOLUME /srv/state
 USER 10001:10001
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \

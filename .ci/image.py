@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 FORBIDDEN = ("torch", "onnx", "triton", "transformers", "pytest")
+KEY = "ci-key"
 KEPT = ("HOME", "LANG", "SSL_CERT_FILE")
 
 
@@ -31,6 +35,8 @@ class Stage:
     entrypoint: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     port: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    volumes: list[str] = field(default_factory=list)
 
     def path(self, inside: str) -> Path:
         """Where a path of the image lies on this machine."""
@@ -42,7 +48,8 @@ class Stage:
 
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith("PIP_")}
-        return kept | {"PATH": f"{self.root}/venv/bin:/usr/bin:/bin"}
+        set_here = {k: str(self.path(v)) if v.startswith("/") else v for k, v in self.variables.items()}
+        return kept | set_here | {"PATH": f"{self.root}/venv/bin:/usr/bin:/bin"}
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -53,14 +60,13 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def copy(stages: dict[str, Stage], stage: Stage, arguments: str) -> None:
-    """COPY [--from=STAGE] SOURCE... TARGET, from the current folder when no stage is named."""
+    """COPY [--from=STAGE] [--chown=UID:GID] SOURCE... TARGET, from the current folder when no stage is named."""
     words = shlex.split(arguments)
-    options = [word for word in words if word.startswith("--")]
+    options = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--"))
     *sources, target = [word for word in words if not word.startswith("--")]
-    for option in options:
-        if not option.startswith("--from="):
-            raise SystemExit(f"COPY {option}: not known to this script; teach it before using it.")
-    origin = stages[options[0].removeprefix("--from=")].path if options else Path
+    if unknown := options.keys() - {"from", "chown"}:
+        raise SystemExit(f"COPY --{min(unknown)}: not known to this script; teach it before using it.")
+    origin = stages[options["from"]].path if "from" in options else Path
     for source in map(origin, sources):
         if source.is_dir():
             ignore = shutil.ignore_patterns("__pycache__")
@@ -68,6 +74,8 @@ def copy(stages: dict[str, Stage], stage: Stage, arguments: str) -> None:
         else:
             stage.path(target).mkdir(parents=True, exist_ok=True)
             shutil.copy(source, stage.path(target))
+    if "chown" in options and os.getuid() == 0:
+        os.chown(stage.path(target), *map(int, options["chown"].split(":")))
 
 
 def build(dockerfile: Path, folder: Path) -> Stage:
@@ -98,6 +106,11 @@ def build(dockerfile: Path, folder: Path) -> Stage:
                 )
             case "USER":
                 stage.user = arguments
+            case "ENV":
+                variable, _, value = arguments.partition("=")
+                stage.variables[variable] = value
+            case "VOLUME":
+                stage.volumes.append(arguments)
             case "EXPOSE":
                 stage.port = arguments
             case "HEALTHCHECK":
@@ -121,6 +134,10 @@ def check_contents(stage: Stage) -> None:
     names = {package["name"] for package in json.loads(listing.stdout)}
     if heavy := sorted(names & set(FORBIDDEN)):
         raise SystemExit(f"The image holds {', '.join(heavy)}.")
+    for volume in stage.volumes:
+        owner = stage.path(volume).stat().st_uid
+        if os.getuid() == 0 and str(owner) != stage.user.partition(":")[0]:
+            raise SystemExit(f"{volume} belongs to user {owner}; the image runs as {stage.user} and must write there.")
     print(f"{len(names)} packages, none of {', '.join(FORBIDDEN)}")
 
 
@@ -130,16 +147,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_service(stage: Stage) -> None:
-    """It refuses to listen to the world without a key; with one it becomes healthy and stops cleanly."""
+@contextlib.contextmanager
+def running(stage: Stage) -> Iterator[str]:
+    """The address of the service; at the end it must stop cleanly."""
     port = str(free_port())
     serve = stage.run([*stage.entrypoint, *stage.command, "--port", port])
     health = stage.run([word.replace(stage.port, port) for word in stage.healthcheck])
-    env = stage.environment()
-    refused = subprocess.run(serve, cwd=stage.path("."), env=env, timeout=60, capture_output=True, text=True)
-    if refused.returncode == 0 or "FEDNL_API_KEY" not in refused.stderr:
-        raise SystemExit(f"Without FEDNL_API_KEY the server must refuse and say so:\n{refused.stderr}")
-    with subprocess.Popen(serve, cwd=stage.path("."), env=env | {"FEDNL_API_KEY": "ci-key"}) as server:
+    env = stage.environment() | {"FEDNL_API_KEY": KEY}
+    with subprocess.Popen(serve, cwd=stage.path("."), env=env) as server:
         try:
             deadline = time.monotonic() + 60
             while subprocess.run(health, env=env, capture_output=True).returncode:
@@ -147,6 +162,7 @@ def check_service(stage: Stage) -> None:
                     raise SystemExit("The server did not become healthy.")
                 time.sleep(0.2)
             print("healthy")
+            yield f"http://127.0.0.1:{port}"
             server.send_signal(signal.SIGTERM)
             if code := server.wait(timeout=40):
                 raise SystemExit(f"The server ended with {code} on SIGTERM.")
@@ -154,10 +170,40 @@ def check_service(stage: Stage) -> None:
             server.kill()
 
 
+def ask(url: str, body: object = None) -> dict[str, object]:
+    """The JSON object that the service answers."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as response:
+        return dict(json.load(response))
+
+
+def check_refusal(stage: Stage) -> None:
+    """Without a key it does not listen to the world, and says why."""
+    serve = stage.run([*stage.entrypoint, *stage.command, "--port", str(free_port())])
+    env = stage.environment()
+    refused = subprocess.run(serve, cwd=stage.path("."), env=env, timeout=60, capture_output=True, text=True)
+    if refused.returncode == 0 or "FEDNL_API_KEY" not in refused.stderr:
+        raise SystemExit(f"Without FEDNL_API_KEY the server must refuse and say so:\n{refused.stderr}")
+
+
+def check_service(stage: Stage) -> None:
+    """It answers, and what a session learnt is there after a restart, in the image's volume."""
+    with running(stage) as address:
+        ask(f"{address}/v1/completions", {"prompt": "hello", "max_tokens": 1, "session_id": "ci"})
+    with running(stage) as address:
+        if not ask(f"{address}/v1/sessions/ci")["tokens_seen"]:
+            raise SystemExit("The session was forgotten over a restart.")
+    if not any(any(stage.path(volume).iterdir()) for volume in stage.volumes):
+        raise SystemExit("The session is kept outside the image's volumes.")
+    print("a session outlives a restart")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stage = build(Path(sys.argv[1]), Path(folder))
         check_contents(stage)
+        check_refusal(stage)
         check_service(stage)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Protocol
 
 from fednl_runtime.config import HopeConfig
@@ -43,6 +44,12 @@ class Backend(Protocol):
 
     def open(self, state: MemoryState) -> Stream:
         """A stream that continues from `state`; the state itself is left alone."""
+
+    def with_rules(self, rules: Mapping[str, Array]) -> Backend:
+        """The same model with some rules replaced, by name `rule.*`; streams already open keep theirs.
+
+        Raises ModelFileError if they are none of this model's, or not finite.
+        """
 
 
 def segments(position: int, num_tokens: int, segment: int) -> list[slice]:

@@ -6,7 +6,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -24,7 +24,7 @@ from fednl_runtime.session import Session
 from fednl_runtime.slots import Slots
 from fednl_runtime.state import Array, MemoryState, state_bytes
 from fednl_runtime.state_file import StateFormat
-from fednl_runtime.store import SessionStore, StoreLimits
+from fednl_runtime.store import Journal, SessionStore, StoreLimits
 from fednl_runtime.tokenizer import Tokenizer
 from fednl_runtime.turn import Beginning, Ending, PromptEvent, Steps, TokenEvent, TurnReport, TurnRequest, run_turn
 
@@ -55,6 +55,8 @@ class Outcome:
     mark: Mark | None = None
     receipt: Receipt | None = None
     frozen: bool = False
+    text: tuple[int, ...] = ()
+    """Tokens that the turn read and chose."""
 
 
 class Turn:
@@ -99,18 +101,32 @@ class Engine:
         limits: EngineLimits | None = None,
         caps: NormCaps | None = None,
         folder: Path | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        """An engine whose sessions are kept in `folder`, or in memory without one. Raises StoreError."""
+        """An engine whose sessions are kept in `folder`, or in memory without one. Raises StoreError.
+
+        The text of committed turns goes to `journal`, if there is one.
+        """
         self.backend, self.tokenizer = backend, tokenizer
+        self._own = backend
         self.limits, self.caps = limits or EngineLimits(), caps or NormCaps()
         self.state_bytes = state_bytes(backend.config)
         """Bytes of every session's memory, from its first token to its last."""
         self.persistent = folder is not None
         """Whether sessions outlive this process."""
         form = StateFormat(backend.config, backend.fingerprint, tokenizer.fingerprint)
-        self.sessions = SessionStore(form, self.limits.store, folder)
+        self.sessions = SessionStore(form, self.limits.store, folder, journal)
         self._slots = Slots(backend, self.limits.slots)
         self.scheduler = Scheduler(self.limits.slots, self.limits.queue, self.limits.busy_wait_s)
+
+    def use_rules(self, rules: Mapping[str, Array]) -> None:
+        """Run turns that begin from now on with other rules, by name; none are the model's own.
+
+        Turns that run keep the rules they began with. Raises ModelFileError, and then nothing changes.
+        """
+        backend = self._own.with_rules(rules)
+        slots = Slots(backend, self.limits.slots)
+        self.backend, self._slots = backend, slots
 
     def check(self, request: TurnRequest) -> None:
         """Raise RequestError if `start` would: a token or a length the model cannot serve."""
@@ -190,7 +206,7 @@ class Engine:
             frozen=outcome.frozen,
             request_id=request.request_id,
         )
-        self.sessions.commit(outcome.after, mark, update, outcome.receipt)
+        self.sessions.commit(outcome.after, mark, update, outcome.receipt, outcome.text)
         return report
 
     def shutdown(self) -> None:
@@ -284,4 +300,4 @@ class Engine:
         receipt = None
         if retry is not None:
             receipt = Receipt(after.version, retry.digest, pack(events, report), retry.key, now)
-        return Outcome(report, after, mark, receipt, beginning.frozen)
+        return Outcome(report, after, mark, receipt, beginning.frozen, (*ending.prompt, *ending.answer))

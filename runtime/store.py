@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from fednl_runtime.crash import crash_point
 from fednl_runtime.errors import (
@@ -46,6 +47,16 @@ class StoreLimits:
     ttl_s: float | None = None
 
 
+class Journal(Protocol):
+    """Who keeps the text of committed turns besides their sessions, and must forget it with them."""
+
+    def record(self, key: SessionKey, tokens: tuple[int, ...]) -> None:
+        """Keep what a committed turn read and chose; it is committed whether this can be kept or not."""
+
+    def forget(self, key: SessionKey) -> None:
+        """Delete all that is kept of a session. Raises StoreError."""
+
+
 class SessionStore:
     """Committed sessions by owner and name; safe to use from several threads.
 
@@ -53,9 +64,14 @@ class SessionStore:
     sees it. One that counts on an older head is refused, so of two writers one fails.
     """
 
-    def __init__(self, form: StateFormat, limits: StoreLimits, folder: Path | None = None) -> None:
-        """Keep sessions in `folder`, or in memory without one. Raises StoreError."""
-        self._form, self._limits = form, limits
+    def __init__(
+        self, form: StateFormat, limits: StoreLimits, folder: Path | None = None, journal: Journal | None = None
+    ) -> None:
+        """Keep sessions in `folder`, or in memory without one. Raises StoreError.
+
+        `journal` is told the text of committed turns, unless their session's `sync` is off.
+        """
+        self._form, self._limits, self._journal = form, limits, journal
         self._capacity = limits.resident_bytes if folder is None else limits.stored_bytes
         self._files: StateFiles = MemoryFiles() if folder is None else DiskFiles(folder)
         self._resident = Resident(limits.resident_bytes)
@@ -117,8 +133,15 @@ class SessionStore:
         version = record.head.version + 1
         self._check_room(record, (*record.marks, Mark(version, content=version, anchor=record.head.version)))
 
-    def commit(self, after: Session, mark: Mark, update: Update, receipt: Receipt | None = None) -> None:
-        """Store `after`, the version that follows the head its turn began with.
+    def commit(
+        self,
+        after: Session,
+        mark: Mark,
+        update: Update,
+        receipt: Receipt | None = None,
+        text: tuple[int, ...] = (),
+    ) -> None:
+        """Store `after`, the version that follows the head its turn began with; `text` is what the turn read and chose.
 
         Raises:
             VersionConflictError: the head has changed since.
@@ -137,6 +160,8 @@ class SessionStore:
                 self._files.write(self._name(key, mark.content), self._form.encode(after, mark))
                 record = self._replace(record, mark, update, receipt)
             self._resident.put(key, mark.content, dataclasses.replace(after, created=record.created))
+            if self._journal is not None and record.settings.sync:
+                self._journal.record(key, text)
         self._count("persists")
         self._count("persist_seconds", time.perf_counter() - began)
         crash_point("store_after_commit")
@@ -161,6 +186,8 @@ class SessionStore:
         with self._writer(key):
             record = dataclasses.replace(self.get(key), settings=settings)
             self._records.commit(record)
+            if not settings.sync:
+                self._forget(key)
         return record
 
     def rollback(self, key: SessionKey, to: int | str | None = None, turns: int = 1) -> Record:
@@ -180,6 +207,7 @@ class SessionStore:
         """Make a version that has read nothing. Raises SessionNotFoundError."""
         with self._writer(key):
             record = self.get(key)
+            self._forget(key)
             return self._revise(record, Mark(), record.head.version, "reset")
 
     def snapshot(self, key: SessionKey, name: str) -> Mark:
@@ -257,6 +285,7 @@ class SessionStore:
         """
         with self._writer(key):
             record = self._records.get(key)
+            self._forget(key)
             if record is None or not self._records.delete(key):
                 raise SessionNotFoundError(f"There is no session {key.id!r}.")
             self._resident.drop(key)
@@ -280,6 +309,11 @@ class SessionStore:
         with self._lock:
             counts = dict(self._counts)
         return {"sessions": sessions, "versions": contents, **self._resident.stats(), **counts}
+
+    def _forget(self, key: SessionKey) -> None:
+        """Have the journal forget a session: before it is deleted, so that a crash leaves no text behind."""
+        if self._journal is not None:
+            self._journal.forget(key)
 
     def _writer(self, key: SessionKey) -> threading.RLock:
         return self._writers[hash(key) % STRIPES]

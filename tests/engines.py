@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from tokenizers import models, pre_tokenizers
 
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.engine import Engine, EngineLimits
+from fednl_runtime.export.weights import recovered
 from fednl_runtime.reference import Parameters, run
 from fednl_runtime.session import Session, SessionKey
 from fednl_runtime.state import Array, MemoryState, Tokens
+from fednl_runtime.store import Journal
 from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer
 
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("â", "Ĥ"), ("l", "l"), ("ll", "o")]
@@ -114,13 +117,19 @@ class NumpyBackend:
         """A stream that continues from `state`."""
         return NumpyStream(self, state)
 
+    def with_rules(self, rules: Mapping[str, Array]) -> NumpyBackend:
+        """A copy with some rules replaced; it notes its calls where this one does."""
+        other = copy.copy(self)
+        other.params = {**self.params, **{n: p.reshape(self.params[n].shape) for n, p in recovered(rules).items()}}
+        return other
+
 
 @contextmanager
 def running_engine(
-    limits: EngineLimits | None = None, segment: int = 7, folder: Path | None = None
+    limits: EngineLimits | None = None, segment: int = 7, folder: Path | None = None, journal: Journal | None = None
 ) -> Iterator[Engine]:
     """An engine on the tiny backend, shut down at the end."""
-    engine = Engine(NumpyBackend(segment=segment), TOKENIZER, limits, folder=folder)
+    engine = Engine(NumpyBackend(segment=segment), TOKENIZER, limits, folder=folder, journal=journal)
     try:
         yield engine
     finally:

@@ -21,6 +21,8 @@ State = Literal["pending", "sent", "accepted", "refused"]
 WAITING = "state in ('pending', 'sent')"
 KEPT_SETTLED = 64
 """Settled updates that are remembered, without their bodies."""
+KEPT_FORGOTTEN = 10_000
+"""Forgotten sessions that are remembered, by tag; more are not forgotten while one training runs."""
 SCHEMA = """
 create table if not exists upload (id text primary key, base_version integer not null, num_tokens integer not null,
   body blob, bytes integer not null, sha256 text not null, created real not null, attempts integer not null default 0,
@@ -30,6 +32,7 @@ create table if not exists upload_session (id text references upload on delete c
 create table if not exists residual (id integer primary key check (id = 0), schema text not null,
   body blob not null) strict;
 create table if not exists residual_session (session text primary key) strict, without rowid;
+create table if not exists forgotten (id integer primary key autoincrement, session text not null) strict;
 create table if not exists dropped (id integer primary key check (id = 0), count integer not null) strict;
 insert or ignore into dropped values (0, 0);
 """
@@ -67,15 +70,29 @@ class Outbox:
         """The outbox in a database that has the tables of `SCHEMA`."""
         self._db, self._limits = db, limits or OutboxLimits()
 
+    def mark(self) -> int:
+        """Where the list of forgotten sessions ends now; to be asked before text is read to train on."""
+        with self._db.read() as db:
+            return int(db.execute("select coalesce(max(id), 0) from forgotten").fetchone()[0])
+
     def put(
-        self, upload: Upload, schema: str, residual: Mapping[str, NDArray[np.float32]], sessions: Iterable[str]
-    ) -> None:
+        self,
+        upload: Upload,
+        schema: str,
+        residual: Mapping[str, NDArray[np.float32]],
+        sessions: Iterable[str],
+        mark: int = 0,
+    ) -> bool:
         """Keep an update, what its encoding left out, and the tags of the sessions it was trained on.
 
         All of it or nothing: a residual without its update, or the other way round, would count twice or never.
+        Nothing and false if one of the sessions was forgotten since `mark`.
         """
         tags = [(tag,) for tag in sessions]
         with self._db.write() as db:
+            gone = {row[0] for row in db.execute("select session from forgotten where id > ?", (mark,))}
+            if any(tag in gone for (tag,) in tags):
+                return False
             db.execute(
                 "insert into upload (id, base_version, num_tokens, body, bytes, sha256, created) "
                 "values (?, ?, ?, ?, ?, ?, ?)",
@@ -90,6 +107,7 @@ class Outbox:
             self._make_room(db)
             crash_point("outbox_before_commit")
         crash_point("outbox_after_commit")
+        return True
 
     def residual(self, schema: str) -> dict[str, NDArray[np.float32]]:
         """What earlier encodings left out, for rules of this schema; empty if nothing is known."""
@@ -135,6 +153,8 @@ class Outbox:
         What the endpoint has counted cannot be called back.
         """
         with self._db.write() as db:
+            db.execute("delete from forgotten where id <= (select max(id) from forgotten) - ?", (KEPT_FORGOTTEN,))
+            db.execute("insert into forgotten (session) values (?)", (session,))
             found = db.execute(
                 "delete from upload where id in (select id from upload_session where session = ?)", (session,)
             ).rowcount

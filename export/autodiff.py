@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from onnx import NodeProto
 
 from fednl_runtime.export.ops import Ops
-from fednl_runtime.export.pullbacks import FLAT, PULLBACKS, Shape, Tape
+from fednl_runtime.export.pullbacks import PULLBACKS, Shape, Tape
 
 
 def backward(
@@ -21,7 +21,7 @@ def backward(
     wanted, tape = list(wanted), Tape(ops, shapes)
     varying = set(wanted)
     for node in nodes:
-        if node.op_type not in FLAT and varying & set(node.input):
+        if varying & set(node.input):
             assert node.op_type in PULLBACKS, f"{node.op_type} has no gradient"
             varying |= set(node.output)
     gradients = {name: [seed] for name, seed in seeds.items()}

@@ -130,8 +130,9 @@ def _sqrt(tape: Tape, node: NodeProto, g: list[str]) -> Sequence[str]:
 
 
 def _sigmoid(tape: Tape, node: NodeProto, g: list[str]) -> Sequence[str]:
-    y = node.output[0]
-    return [tape.ops("Mul", g[0], tape.ops("Mul", y, tape.ops("Sub", tape.ops.const(1), y)))]
+    """1 - y is taken as the sigmoid of -x, which keeps its digits where y is close to 1."""
+    rest = tape.ops("Sigmoid", tape.ops("Neg", node.input[0]))
+    return [tape.ops("Mul", g[0], tape.ops("Mul", node.output[0], rest))]
 
 
 def _softplus(tape: Tape, node: NodeProto, g: list[str]) -> Sequence[str]:
@@ -267,7 +268,6 @@ PULLBACKS: Mapping[str, Pullback] = {
     "Softplus": _softplus,
     "Split": _split,
     "Sqrt": _sqrt,
-    "Squeeze": _reshape,
     "Sub": _sub,
     "Tile": _tile,
     "Transpose": _transpose,
@@ -275,6 +275,3 @@ PULLBACKS: Mapping[str, Pullback] = {
     "Where": _where,
 }
 """The gradient of every operator that a rule or a memory can reach."""
-
-FLAT = ("And", "Cast", "Equal", "Greater", "GreaterOrEqual", "LessOrEqual", "Mod", "Shape")
-"""Operators whose output does not move with their inputs."""

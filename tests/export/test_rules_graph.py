@@ -61,9 +61,9 @@ def graphs(config, folder, seed=0):
     return load_gradients(folder / "model.onnx", 1), load(folder / "model.onnx", 1)
 
 
-def autograd(config, tokens, state, params=None):
+def autograd(config, tokens, state, params):
     """Loss, gradients of the rules and next state by torch, float64."""
-    model, params = Hope(config).double(), params or params_of(config)
+    model = Hope(config).double()
     own = model.state_dict()
     model.load_state_dict({name: torch.tensor(params[name]).expand(own[name].shape) for name in own})
     past = {n: t if n == "position" else t.double() for n, t in to_tensors(state).items()}
@@ -107,41 +107,58 @@ def doubled(graph):
     graph.node.extend(nodes)
 
 
-@pytest.mark.parametrize("position", [0, 20, 60])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_every_gradient_equals_autograd_from_a_state_that_is_not_zero(config, position, monkeypatch):
-    """In float64, where rounding cannot hide a wrong term."""
+def in_float64(params, config, tokens, state, monkeypatch):
+    """Every output of the gradient graph, built and run in float64, where rounding cannot hide a wrong term."""
     const = Ops.const
     monkeypatch.setattr(Ops, "const", lambda ops, x, dtype=np.float64: const(ops, x, dtype))
-    state, tokens = start(config, position), random_tokens(config, 1, 48 // config.segment * config.segment + 1)
-    model = build_rules_model(params_of(config), config)
+    model = build_rules_model(params, config)
     doubled(model.graph)
     session = ort.InferenceSession(model.SerializeToString(), session_options(1))
-    feeds = {"tokens": tokens, "position": state.position, **rules_of(config)}
+    feeds = {name: value for name, value in stored(params).items() if name.startswith("rule.")}
     feeds |= {f"past.{name}": value for name, value in state.tensors.items()}
-    feeds = {name: value.astype(np.float64) if value.dtype == np.float32 else value for name, value in feeds.items()}
+    feeds = {name: value.astype(np.float64) for name, value in feeds.items()}
     names = [output.name for output in session.get_outputs()]
-    found = dict(zip(names, session.run(names, feeds), strict=True))
-    loss, gradients, present = autograd(config, tokens, state)
+    found = session.run(names, {"tokens": tokens, "position": state.position, **feeds})
+    return dict(zip(names, found, strict=True))
+
+
+def assert_equal_to_autograd(found, params, config, tokens, state, bound):
+    loss, gradients, present = autograd(config, tokens, state, params)
     wanted = {"loss": loss} | {f"gradient.{n}": g for n, g in gradients.items()}
     wanted |= {f"present.{n}": t for n, t in present.items() if n != "position"}
     assert found.keys() == wanted.keys()
-    assert {n: e for n, value in found.items() if not (e := relative(value, wanted[n])) < 1e-8} == {}
+    assert {n: e for n, value in found.items() if not (e := relative(value, wanted[n])) < bound} == {}
 
 
-def test_the_shipped_gradient_graph_equals_autograd_to_1e_5():
-    """From a state with no zeros, over boundaries of every level."""
-    path = default_model_path()
-    graph, params = load_gradients(path, 1), file_parameters(path)
+@pytest.mark.parametrize("position", [0, 20, 60])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_gradient_equals_autograd_from_a_state_that_is_not_zero(config, position, monkeypatch):
+    state, tokens = start(config, position), random_tokens(config, 1, 48 // config.segment * config.segment + 1)
+    found = in_float64(params_of(config), config, tokens, state, monkeypatch)
+    assert_equal_to_autograd(found, params_of(config), config, tokens, state, 1e-8)
+
+
+def shipped_case():
+    """Parameters and configuration of the shipped model, a window over boundaries of every level, its start."""
+    params, config = file_parameters(default_model_path()), load(default_model_path(), 1).config
     rng = np.random.default_rng(0)
-    state = verify.random_state(rng, graph.config, np.array([4096 - 64]))
-    tokens = rng.integers(0, graph.config.vocab_size, (1, 129))
+    state = verify.random_state(rng, config, np.array([4096 - 64]))
+    return params, config, rng.integers(0, config.vocab_size, (1, 129)), state
+
+
+def test_every_gradient_of_the_shipped_model_equals_autograd(monkeypatch):
+    params, config, tokens, state = shipped_case()
+    found = in_float64(params, config, tokens, state, monkeypatch)
+    assert_equal_to_autograd(found, params, config, tokens, state, 1e-9)
+
+
+def test_the_shipped_gradient_graph_equals_autograd_to_1e_5_in_float32():
+    params, config, tokens, state = shipped_case()
+    graph = load_gradients(default_model_path(), 1)
     loss, gradients, present = graph.step(graph.defaults.tensors, tokens[0], state)
-    wanted_loss, wanted, wanted_state = autograd(graph.config, tokens, state, params)
-    assert loss == pytest.approx(wanted_loss, rel=1e-6)
-    assert gradients.keys() == wanted.keys()
-    assert {n: e for n, g in gradients.items() if not (e := relative(g, wanted[n])) < 1e-5} == {}
-    assert {n: e for n, t in present.tensors.items() if not (e := relative(t, wanted_state[n])) < 1e-5} == {}
+    found = {"loss": loss} | {f"gradient.{n}": g for n, g in gradients.items()}
+    found |= {f"present.{n}": t for n, t in present.tensors.items()}
+    assert_equal_to_autograd(found, params, config, tokens, state, 1e-5)
 
 
 def rules_of(config, seed=0):

@@ -6,14 +6,22 @@ and values of the last window are its state, so text streams through it as throu
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import click
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fednl_runtime import recurrence as rec
 from fednl_runtime.config import HopeConfig
+from fednl_runtime.export.checkpoint import load_checkpoint, load_training
+from fednl_runtime.export.data import find_sources, load_source
+from fednl_runtime.export.train import Trainer, TrainSettings, set_up_torch
 from fednl_runtime.hope import Hope, constant, normal
 from fednl_runtime.recurrence import TensorDict
+from fednl_runtime.server_api.learn_commands import HELD_OUT
 
 WINDOW = 512
 """Tokens that a token attends to, itself included."""
@@ -108,3 +116,33 @@ class Transformer(Hope):
             new |= {f"{i}.k": k, f"{i}.v": v}
         embedding = self.embedding if self.compute is None else self.embedding.to(self.compute)
         return rec.CrossEntropy.apply(self.rms_norm(x, self.norm), embedding, targets)[0], new
+
+
+class BaselineTrainer(Trainer):
+    """The product's trainer around the transformer."""
+
+    def build(self) -> Hope:
+        """The transformer of the run's configuration."""
+        return Transformer(self.config, torch.bfloat16 if self.settings.bf16 else None)
+
+
+@click.command()
+@click.argument("corpus", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("hope", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/transformer"))
+@click.option("--hours", type=click.FloatRange(0, 1e6), help="Time to train [default: that of HOPE].")
+def main(corpus: Path, hope: Path, output: Path, hours: float | None) -> None:
+    """Train the baseline of HOPE, a run's model.safetensors: same sources of CORPUS, tokenizer, size and time."""
+    config, _, tokenizer = load_checkpoint(hope)
+    training = load_training(hope)
+    set_up_torch(None)
+    paths = [p for p in find_sources(corpus) if f"{p.parent.name}/{p.name.split('.')[0]}" in training["sources"]]
+    sources = [load_source(path, tokenizer, output / "tokens", HELD_OUT) for path in paths]
+    settings = TrainSettings(hours or training["seconds"] / 3600, seed=training["settings"]["seed"], start=0)
+    trainer = BaselineTrainer(config, tokenizer, sources, settings, output)
+    trainer.run(lambda _: None)
+    click.echo(json.dumps(trainer.summary() | {"parameters": size(trainer.model)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,8 @@ import dataclasses
 
 import torch
 from baselines import Transformer
+from descent import Descent
+from taught import Taught
 from torch import Tensor
 
 from fednl_runtime import recurrence as rec
@@ -119,9 +121,11 @@ def variants() -> dict[str, Variant]:
         "without_cms_512": Variant(base, silent(1)),
         "without_cms_4096": Variant(base, silent(2)),
         "one_cms_level": Variant(dataclasses.replace(base, cms_periods=(64,), d_cms=288)),
+        "taught_cms": Variant(base, Taught),
         "normalised_cms": Variant(base, NormalisedSteps),
         **{f"chunk_{n}": Variant(dataclasses.replace(base, memory_period=n)) for n in (16, 32, 128)},
         "without_decay": Variant(dataclasses.replace(base, log_alpha_min=0.0)),
         "one_time_scale": Variant(base, OneTimeScale),
+        "without_dgd": Variant(layers("ssss"), Descent),
         **{f"static_{name}": Variant(layers("ssss"), static(name)) for name in MEMORIES[:-1]},
     }

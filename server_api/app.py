@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 from fastapi import FastAPI
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from fednl_runtime.server_api import openai_routes, session_routes
-from fednl_runtime.server_api.edge import Edge
+from fednl_runtime.server_api import (
+    openai_routes,
+    ops_routes,
+    reading_routes,
+    request_routes,
+    session_routes,
+    tool_routes,
+    ui,
+)
+from fednl_runtime.server_api.edge import Edge, EdgeOptions
 from fednl_runtime.server_api.errors import add_handlers, error_response
-from fednl_runtime.server_api.openai_routes import Served
+from fednl_runtime.server_api.gate import Gate
+from fednl_runtime.server_api.metrics import Meters
+from fednl_runtime.server_api.running import RunningRequests
+from fednl_runtime.server_api.served import Served
+from fednl_runtime.server_api.sweeper import sweeping
 
-MAX_BODY_BYTES = 4 << 20
+ROUTES = (openai_routes, session_routes, reading_routes, request_routes, tool_routes, ops_routes, ui)
+"""The modules whose routes the server has."""
 
 
-def create_app(served: Served, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> Edge:
-    """The ASGI application that serves `served`; with `api_key`, all routes but /health need it."""
-    app = FastAPI(title="FedNL Runtime", docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.served = served
-    app.include_router(openai_routes.router)
-    app.include_router(session_routes.router)
+def create_app(served: Served, options: EdgeOptions | None = None) -> Edge:
+    """The ASGI application that serves `served` to those whom `options` let in."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with sweeping(served.engine.sessions):
+            yield
+
+    app = FastAPI(
+        title="FedNL Runtime",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    gate, meters = Gate(), Meters(served)
+    app.state.served, app.state.running = served, RunningRequests()
+    app.state.gate, app.state.meters = gate, meters
+    for routes in ROUTES:
+        app.include_router(routes.router)
     add_handlers(app)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return JSONResponse({"status": "ok"})
 
     @app.exception_handler(Exception)
     async def unexpected(request: object, error: Exception) -> Response:
         return error_response(error)
 
-    return Edge(app, api_key, max_body_bytes)
+    return Edge(app, options or EdgeOptions(), gate, meters)

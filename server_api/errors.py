@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -22,6 +24,14 @@ log = logging.getLogger("fednl_runtime")
 
 class ModelNotFoundError(FednlError):
     """The request names a model that is not served here."""
+
+
+class RequestNotFoundError(FednlError):
+    """No such request is running for this caller."""
+
+
+class StateFileError(FednlError):
+    """A file that was sent to become a session cannot: it is damaged, or belongs to another model."""
 
 
 class GenerationError(FednlError):
@@ -45,28 +55,47 @@ class Status:
         """Headers for clients that retry."""
         if self.retry is None:
             return {}
-        return {"retry-after": "1", "x-should-retry": "true"} if self.retry else {"x-should-retry": "false"}
+        return retry_headers(1) if self.retry else {"x-should-retry": "false"}
+
+
+def retry_headers(seconds: float) -> dict[str, str]:
+    """Headers that ask a client to try again in so many seconds."""
+    whole, exact = str(math.ceil(seconds)), str(math.ceil(1000 * seconds))
+    return {"retry-after": whole, "retry-after-ms": exact, "x-should-retry": "true"}
 
 
 STATUSES: Mapping[type[Exception], Status] = {
     errors.RequestError: Status(400),
     ModelNotFoundError: Status(404, code="model_not_found"),
+    StateFileError: Status(400, code="state_unusable"),
+    errors.RetryMismatchError: Status(400, code="idempotency_mismatch"),
     errors.SessionNotFoundError: Status(404, code="session_not_found"),
+    errors.SnapshotNotFoundError: Status(404, code="snapshot_not_found"),
+    errors.SessionExistsError: Status(409, code="session_exists", retry=False),
+    errors.StateError: Status(409, code="state_unusable", retry=False),
+    errors.VersionConflictError: Status(409, code="session_version_conflict", retry=False),
+    RequestNotFoundError: Status(404, code="request_not_found"),
+    errors.CancelledTurnError: Status(409, code="cancelled", retry=False),
     errors.SessionBusyError: Status(409, code="session_busy", retry=True),
     errors.QueueFullError: Status(429, "rate_limit_error", "queue_full", retry=True),
     errors.SessionLimitError: Status(429, "rate_limit_error", "session_limit", retry=False),
     errors.MemoryBreachError: Status(500, "server_error", "memory_breach", retry=False),
     GenerationError: Status(500, "server_error", "generation_failed", retry=False),
+    errors.StoreError: Status(503, "server_error", "store_unavailable", retry=True),
     errors.ShuttingDownError: Status(503, "server_error", "shutting_down", retry=True),
 }
 INTERNAL = Status(500, "server_error", "internal_error", retry=False)
 CODES = {
     401: "invalid_api_key",
+    403: "insufficient_scope",
     404: "not_found",
     405: "method_not_allowed",
     413: "request_too_large",
+    415: "unsupported_media_type",
     421: "host_not_allowed",
+    429: "rate_limited",
 }
+REFUSAL_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -83,6 +112,16 @@ def describe(error: Exception) -> tuple[Status, dict[str, Any]]:
     return status, error_body("The server failed to answer; its log says why.", status.type, None, status.code)
 
 
+@contextlib.contextmanager
+def naming(params: Mapping[str, str]) -> Iterator[None]:
+    """Give a RequestError that names a parameter of the engine the name that the request has for it."""
+    try:
+        yield
+    except errors.RequestError as error:
+        error.param = params.get(error.param or "", error.param)
+        raise
+
+
 def json_answer(body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON body in ASCII: what a client sent may not be encodable otherwise."""
     return Response(json.dumps(body), status, headers, media_type="application/json")
@@ -96,7 +135,7 @@ def error_response(error: Exception) -> Response:
 
 def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> Response:
     """The answer to a request that HTTP itself refuses."""
-    type_ = "authentication_error" if status == 401 else "invalid_request_error"
+    type_ = REFUSAL_TYPES.get(status, "invalid_request_error")
     return json_answer(error_body(message, type_, None, CODES.get(status)), status, headers)
 
 
@@ -105,9 +144,7 @@ def validation_response(error: RequestValidationError) -> Response:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"][1:]]
     field = path[0] if path and first["type"] != "json_invalid" else None
-    if isinstance(first.get("input"), bytes):  # FastAPI reads as JSON only what is said to be
-        message = "The body is not said to be JSON; send it with the header Content-Type: application/json."
-    elif first["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden":
         message = f"Unknown field {'.'.join(path)}; check its spelling."
     elif field in KINDS:
         message = f"{field} must be {KINDS[field]}."

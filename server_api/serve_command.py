@@ -8,11 +8,11 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from fednl_runtime.server_api.local import FILE, THREADS, engine_on, size
+from fednl_runtime.server_api.local import FILE, RULES, THREADS, engine_on, kept_sessions, loaded, session_options
 from fednl_runtime.server_api.model_commands import chosen
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ DRAIN_S = 30
 @click.option("--slots", type=click.IntRange(1), default=4, show_default=True, help="Turns that run side by side.")
 @click.option("--queue", type=click.IntRange(1), default=32, show_default=True, help="Turns that may wait.")
 @click.option("--max-tokens", type=click.IntRange(1), default=8192, show_default=True, help="Largest max_tokens.")
-@click.option("--session-memory", type=size, default="1G", show_default=True, help="Memory for all sessions.")
+@session_options
+@RULES
 @THREADS
 def serve(
     file: Path | None,
@@ -41,8 +42,9 @@ def serve(
     slots: int,
     queue: int,
     max_tokens: int,
-    session_memory: int,
+    rules: Path | None,
     threads: int | None,
+    **sessions: Any,
 ) -> None:
     """Serve MODEL, by default the shipped one, over OpenAI's completion API.
 
@@ -50,22 +52,22 @@ def serve(
     the server listens on loopback addresses only.
     """
     from fednl_runtime.engine import EngineLimits
-    from fednl_runtime.onnx_backend import load
     from fednl_runtime.server_api.app import create_app
     from fednl_runtime.server_api.banner import banner
-    from fednl_runtime.server_api.edge import is_loopback
+    from fednl_runtime.server_api.edge import EdgeOptions, is_loopback
+    from fednl_runtime.server_api.security import key_ring
     from fednl_runtime.server_api.served import Served
-    from fednl_runtime.store import StoreLimits
 
     api_key = os.environ.get(KEY_VARIABLE, "").strip() or None  # no header can carry the line end of a key file
     if api_key is None and not is_loopback(host):
         raise click.UsageError(f"{host} can be reached from other machines: set {KEY_VARIABLE} to a secret key first.")
     path = chosen(file, option)
-    backend = load(path, threads)
-    limits = EngineLimits(slots=slots, queue=queue, max_tokens=max_tokens, store=StoreLimits(resident_bytes=session_memory))
-    with listen(host, port) as sock, engine_on(backend, limits) as engine:
-        click.echo(banner(backend.model, engine, sock.getsockname(), api_key is not None), err=True)
-        run(create_app(Served.of(engine, backend.model, path), api_key), sock)
+    backend = loaded(path, threads, rules)
+    folder, store = kept_sessions(backend.fingerprint, **sessions)
+    limits = EngineLimits(slots=slots, queue=queue, max_tokens=max_tokens, store=store)
+    with listen(host, port) as sock, engine_on(backend, limits, folder) as engine:
+        click.echo(banner(backend.model, engine, sock.getsockname(), api_key is not None, folder), err=True)
+        run(create_app(Served.of(engine, backend.model, path), EdgeOptions(key_ring(api_key, None))), sock)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -104,7 +104,7 @@ def test_a_field_of_several_kinds_is_refused_with_all_of_them(http: httpx.Client
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_json_that_is_not_said_to_be_json_is_refused_with_the_header_it_needs(http: httpx.Client, kind: str) -> None:
     response = http.post(URL, content=b'{"prompt": "a"}', headers={"content-type": kind})
-    check_shape(response, 400)
+    check_shape(response, 415, "unsupported_media_type")
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 

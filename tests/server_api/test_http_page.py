@@ -11,9 +11,9 @@ from fastapi.routing import APIRoute
 
 from fednl_runtime.engine import EngineLimits
 from fednl_runtime.sampling import MAX_BIAS, MAX_LOGPROBS, MAX_STOPS, RANGES, SamplingParams
-from fednl_runtime.server_api import openai_routes, session_routes
-from fednl_runtime.server_api.app import MAX_BODY_BYTES
+from fednl_runtime.server_api.app import ROUTES
 from fednl_runtime.server_api.completions import session_object
+from fednl_runtime.server_api.edge import MAX_BODY_BYTES
 from fednl_runtime.server_api.errors import CODES, INTERNAL, STATUSES
 from fednl_runtime.server_api.schemas import CompletionRequest
 from fednl_runtime.turn import TurnReport, TurnRequest
@@ -33,9 +33,9 @@ def names(cell: str) -> list[str]:
 
 
 def test_the_page_lists_every_route() -> None:
-    routes = [r for router in (openai_routes.router, session_routes.router) for r in router.routes]
+    routes = [route for module in ROUTES for route in module.router.routes]
     paths = {f"{m} {r.path.replace(':path', '')}" for r in routes if isinstance(r, APIRoute) for m in r.methods}
-    assert {names(row[0])[0] for row in rows("The HTTP interface")} == paths | {"GET /health"}
+    assert {names(row[0])[0] for row in rows("The HTTP interface")} == paths
 
 
 def test_the_page_lists_every_field() -> None:

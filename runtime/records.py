@@ -33,7 +33,10 @@ create table receipt (owner text, id text, version integer, retry_key text, dige
   foreign key (owner, id) references session on delete cascade) strict, without rowid;
 create table provenance (owner text, id text, version integer, data text not null, primary key (owner, id, version),
   foreign key (owner, id) references session on delete cascade) strict, without rowid;
+create table deletion (created real not null) strict;
 """
+SCRUB_SHARE = 0.05
+"""Share of the time that scrubbing may take while sessions are being deleted."""
 PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON", "busy_timeout = 5000")
 
 
@@ -108,23 +111,27 @@ class Records:
 
     def __init__(self, path: Path | None) -> None:
         """Open or create it, in memory without `path`. Raises StoreError."""
+        self._in_memory, self._scrub_after = path is None, 0.0
         self._lock = threading.Lock()
-        with _storing("opened"):
+        with contextlib.ExitStack() as opened, _storing("opened"):
             if path is not None:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
-            self._db = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
-            try:
-                self._prepare()
-            except BaseException:
-                self._db.close()
-                raise
+            self._db = opened.enter_context(contextlib.closing(_connect(path)))
+            self._prepare()
+            # Whoever reads does not wait for a commit to reach the disk.
+            self._reader = self._db if path is None else opened.enter_context(contextlib.closing(_connect(path)))
+            self._reading = self._lock if path is None else threading.Lock()
+            self.scrub(patient=False)  # of sessions that were deleted before the process was killed
             (sessions,) = self._db.execute("select count(*) from session").fetchone()
-        self._counts = sessions, len(self.contents())
+            self._counts = sessions, len(self.contents())
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the database; nothing may be asked of it afterwards."""
+        """Scrub and close the database; nothing may be asked of it afterwards."""
+        with contextlib.suppress(StoreError):  # it is scrubbed when it is opened again
+            self.scrub(patient=False)
         with self._lock:
-            self._db.close()
+            self._opened.close()
 
     def get(self, key: SessionKey) -> Record | None:
         """What is known of a session, None if it does not exist."""
@@ -207,19 +214,34 @@ class Records:
         """Forget a session; say whether there was one. Its bytes are in the file until `scrub`. Raises StoreError."""
         with self._write(key) as db:
             found = db.execute("delete from session where owner = ? and id = ?", key).rowcount > 0
+            db.execute("insert into deletion values (?)", (time.time(),))
             crash_point("delete_before_commit")
         crash_point("delete_after_commit")
         return found
 
-    def scrub(self) -> None:
-        """Leave no byte of what was deleted in the files. Raises StoreError."""
+    def scrub(self, patient: bool = True) -> None:
+        """Leave no byte of deleted sessions in the files, if there may be any. Raises StoreError.
+
+        The whole database is written anew for it; while that takes more than SCRUB_SHARE of the time,
+        it is left to a later call if `patient`.
+        """
         with self._lock, _storing("written"):
+            began = time.monotonic()
+            if self._in_memory or (patient and began < self._scrub_after):
+                return
+            if not self._db.execute("select exists (select * from deletion)").fetchone()[0]:
+                return
+            # secure_delete clears what is deleted, but not the copies that stay where rows were moved from.
+            self._db.execute("vacuum")
+            self._db.execute("delete from deletion")
             self._db.execute("pragma wal_checkpoint(TRUNCATE)").fetchall()
+            now = time.monotonic()
+            self._scrub_after = now + (now - began) / SCRUB_SHARE
 
     @contextlib.contextmanager
     def _read(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, _storing("read"):
-            yield self._db
+        with self._reading, _storing("read"):
+            yield self._reader
 
     @contextlib.contextmanager
     def _write(self, key: SessionKey) -> Iterator[sqlite3.Connection]:
@@ -253,7 +275,10 @@ class Records:
             self._db.execute(f"pragma {pragma}")
         if found == 0:
             self._db.executescript(f"begin; {SCHEMA} pragma user_version = {FORMAT}; commit;")
-        self._db.execute("pragma wal_checkpoint(TRUNCATE)").fetchall()  # bytes of sessions deleted before a crash
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    return sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
 
 
 def _dump(value: Any) -> str:

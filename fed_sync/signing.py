@@ -21,6 +21,7 @@ from http_message_signatures import (
     algorithms,
 )
 
+from fednl_runtime.errors import FednlError
 from fednl_runtime.fed_sync.errors import Refusal, SigningKeyError
 
 TAG = "fednl"
@@ -153,6 +154,8 @@ def verify_request(message: Message, lookup: Lookup, has_body: bool, now: float)
             message, max_age=None, expect_tag=TAG, require_components=(*ADDRESS, *CONTENT * has_body)
         )
     except (HTTPMessageSignaturesException, ValueError) as error:
+        if isinstance(error.__cause__, FednlError):  # the key could not be looked up, which is not the sender's fault
+            raise error.__cause__ from None
         raise Refusal("bad_signature", f"The request is not signed by a known device ({error}).") from error
     created, expires = result.parameters.get("created"), result.parameters.get("expires", now)
     if not isinstance(created, int) or abs(created - now) > MAX_SKEW_S or int(expires) < now - MAX_SKEW_S:

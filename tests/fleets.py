@@ -98,6 +98,12 @@ class Caller:
         self.key, self.clock, self.population = device_key(number), clock, population
         self.http = httpx.Client(base_url=url, timeout=30)
 
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+
     def call(self, method: str, path: str, body: bytes | None = None, **headers: str) -> httpx.Response:
         """Send a signed request."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}

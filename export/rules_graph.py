@@ -20,11 +20,8 @@ from fednl_runtime.export.ops import Ops, typed
 from fednl_runtime.export.pullbacks import Shape
 from fednl_runtime.export.segment_ops import SegmentOps
 from fednl_runtime.export.weights import fingerprint, stored
-from fednl_runtime.rules import gradients_path, schema_hash
+from fednl_runtime.rules import WEIGHTS, gradients_path, schema_hash
 from fednl_runtime.state import state_shapes
-
-MODEL = "model"
-"""Where the graph says its weights are: whoever loads it puts the bytes of the model file there."""
 
 SHARED_BYTES = 1024
 """Weights of at least so many bytes are read from the model file instead of stored again."""
@@ -197,10 +194,10 @@ def add_loops(
     carried = [name for name in starts if name != "top.g"]
     zeros = [ops("Expand", ops.const(0), ops.ints(*shape)) for shape in (*(state[n] for n in carried), *rules.values())]
     stacked = [*(f"starts.{n}" for n in starts), errors, ids, positions]
-    unused = [f"v{next(ops._names)}" for _ in carried]
+    gradients = [f"gradient.{name}" for name in (*(f"past.{n}" for n in carried), *rules)]
     ops.many(
-        "Scan", *zeros, *stacked, outputs=[*unused, *(f"gradient.{n}" for n in rules)], body=back,
-        num_scan_inputs=len(stacked), scan_input_directions=[1] * len(stacked),
+        "Scan", *zeros, *stacked, outputs=gradients, body=back, num_scan_inputs=len(stacked),
+        scan_input_directions=[1] * len(stacked),
     )  # fmt: skip
 
 
@@ -247,7 +244,7 @@ def share(tensor: TensorProto, data: bytes) -> None:
     """Replace the bytes of a large weight by their place in the model file's `data`, where they are."""
     place = data.find(tensor.raw_data) if len(tensor.raw_data) >= SHARED_BYTES else -1
     if place >= 0:
-        entries = {"location": MODEL, "offset": str(place), "length": str(len(tensor.raw_data))}
+        entries = {"location": WEIGHTS, "offset": str(place), "length": str(len(tensor.raw_data))}
         tensor.ClearField("raw_data")
         tensor.data_location = TensorProto.EXTERNAL
         for key, value in entries.items():

@@ -12,7 +12,7 @@ import numpy as np
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.errors import ModelFileError, RulesError
 from fednl_runtime.onnx_backend import open_session, session_options
-from fednl_runtime.rules import RuleSet, gradients_path, schema_hash
+from fednl_runtime.rules import WEIGHTS, RuleSet, gradients_path, schema_hash
 from fednl_runtime.state import MemoryState, Tensors, Tokens
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Highest version of the layout that this runtime reads."""
-
-WEIGHTS = "model"
-"""The file that the graph names as the place of its weights; it is given the bytes of the model file."""
 
 
 def load_gradients(model: str | Path, threads: int | None = None) -> GradientGraph:

@@ -32,6 +32,9 @@ RANGES = {
 }
 """Largest magnitude of the numbers of a rule, by the last part of its name."""
 
+WEIGHTS = "model"
+"""What a gradient graph calls the place of its weights; it is given the bytes of the model file for it."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -44,8 +44,8 @@ def fetch_manifest(ask: Ask, expected: Expected, etag: str | None) -> tuple[Mani
     if answer.status != 200:
         raise answer.error()
     try:
-        manifest = open_manifest(answer.body.decode(), list(map(public_key, expected.manifest_keys)))
-    except (Refusal, UnicodeDecodeError) as error:
+        manifest = open_manifest(answer.body.decode("utf-8", "replace"), list(map(public_key, expected.manifest_keys)))
+    except Refusal as error:
         raise ContactError("bad_manifest", f"{error}", "permanent") from error
     check_manifest(manifest, expected)
     return manifest, answer.headers.get("etag")

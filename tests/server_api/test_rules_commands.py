@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,13 @@ def test_train_prints_a_table(model, text, tmp_path):
     assert result.exit_code == 0, result.output
     for part in ("held-out cross-entropy", "ms a step", "peak memory"):
         assert part in result.stdout
+
+
+def test_training_needs_neither_torch_nor_onnx(model, text, tmp_path):
+    code = "import sys; sys.modules |= {'torch': None, 'onnx': None}\nfrom fednl_runtime.server_api.cli import cli; cli()"
+    options = ["--text", text, "--model", model, "--out", tmp_path / "r.safetensors", "--steps", "1", "--threads", "1"]
+    result = subprocess.run([sys.executable, "-c", code, "rules", "train", *options], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_show_describes_every_rule_and_how_they_were_trained(trained, model):

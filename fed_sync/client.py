@@ -166,7 +166,7 @@ class Endpoint:
             raise ContactError("timeout", f"The endpoint did not answer within {self._request_s:g} s.") from error
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, ValueError) as error:
             raise ContactError(
-                "network", f"The endpoint cannot be reached ({error or type(error).__name__})."
+                "network", f"The endpoint cannot be reached ({str(error) or type(error).__name__})."
             ) from error
 
     async def _send(self, request: httpx.Request, length: int, max_bytes: int) -> Answer:

@@ -20,6 +20,8 @@ COMMANDS = {
     "complete": "prompt_commands:complete",
     "chat": "chat_command:chat",
     "sessions": "sessions_commands:sessions",
+    "keys": "keys_command:keys",
+    "doctor": "doctor_command:doctor",
     "info": "model_commands:info",
     "export": "model_commands:export",
     "quantize": "quantize_command:quantize",

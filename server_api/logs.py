@@ -26,6 +26,11 @@ def configure(format_: Format) -> None:
     logging.getLogger("fednl_runtime").setLevel(logging.INFO)
 
 
+def log_start(facts: Mapping[str, Any]) -> None:
+    """The line of a server that has begun to listen."""
+    access.info("listening", extra={"fields": facts})
+
+
 def log_request(record: RequestRecord) -> None:
     """The line of a request that was answered; routine looks at health and metrics are not told."""
     if record.route.startswith(("/health", "/metrics")) and record.status == 200:

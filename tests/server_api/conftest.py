@@ -18,6 +18,7 @@ from fednl_runtime.server_api.app import create_app
 from fednl_runtime.server_api.edge import EdgeOptions
 from fednl_runtime.server_api.serve_command import listen
 from fednl_runtime.server_api.served import Served
+from fednl_runtime.server_api.transport import Http11
 
 LIMITS = EngineLimits(slots=2, queue=2, busy_wait_s=0.2, max_prompt_tokens=500, max_tokens=2000)
 
@@ -26,7 +27,9 @@ LIMITS = EngineLimits(slots=2, queue=2, busy_wait_s=0.2, max_prompt_tokens=500, 
 def serving(engine: Engine, keep_alive_s: float = 15.0, **options: Any) -> Iterator[str]:
     """The address of a server around `engine`."""
     app = create_app(Served(engine, "tiny", 1_700_000_000, keep_alive_s), EdgeOptions(**options))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=Http11, log_level="critical", ws="none", timeout_graceful_shutdown=1)
+    )
     with listen("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()

@@ -88,7 +88,7 @@ def test_a_served_model_file_learns_in_a_session(model: Path) -> None:
         assert surprise("b")["surprise"] == pytest.approx(first["surprise"])
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 0)])
 def test_a_server_that_is_told_to_stop_exits_cleanly(model: Path, number: int, code: int) -> None:
     with server(model) as (process, address):
         httpx.post(f"{address}/v1/completions", json={"prompt": "a"})

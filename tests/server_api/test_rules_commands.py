@@ -79,7 +79,8 @@ def test_train_prints_a_table(model, text, tmp_path):
 
 
 def test_training_needs_neither_torch_nor_onnx(model, text, tmp_path):
-    code = "import sys; sys.modules |= {'torch': None, 'onnx': None}\nfrom fednl_runtime.server_api.cli import cli; cli()"
+    code = "import sys; sys.modules |= {'torch': None, 'onnx': None}"
+    code += "; from fednl_runtime.server_api.cli import main; main()"
     options = ["--text", text, "--model", model, "--out", tmp_path / "r.safetensors", "--steps", "1", "--threads", "1"]
     result = subprocess.run([sys.executable, "-c", code, "rules", "train", *options], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

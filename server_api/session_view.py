@@ -37,6 +37,7 @@ def version_view(mark: Mark) -> dict[str, Any]:
     return {
         "version": mark.version,
         "parent_version": mark.parent,
+        "content_version": mark.content,
         "tokens_seen": mark.tokens_seen,
         "created": mark.created,
         "name": mark.name,

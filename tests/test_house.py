@@ -204,7 +204,8 @@ def test_the_installed_wheel_holds_the_code_the_licence_the_models_and_nothing_e
     files = {name for name in installed if "__pycache__" not in name and ".dist-info/" not in name}
     models = {f"fednl_runtime/models/{path.name}" for path in MODELS}
     expected = {f"fednl_runtime/{name_of(path).removeprefix('runtime/')}" for path in SOURCES}
-    assert {name for name in files if "/bin/" not in name} == expected | models | {"fednl_runtime/py.typed"}
+    others = {"fednl_runtime/py.typed", "fednl_runtime/server_api/ui.html"}
+    assert {name for name in files if "/bin/" not in name} == expected | models | others
     assert any(name.endswith("LICENSE") for name in installed)
 
 

@@ -47,6 +47,8 @@ def found(fleet: Fleet, rules: RuleSet | None, policy: Policy) -> None:
     """
     if not NAME.fullmatch(fleet.population):
         raise PolicyError(f"{fleet.population!r} is no name for a population; use a-z, 0-9 and -, at most 64.")
+    if policy.privacy is not None and not policy.privacy.affords(1):
+        raise PolicyError("The privacy budget does not allow a single round. Add noise or raise the budget.")
     with fleet.repository.write(fleet.population) as records:
         if records.has_population(fleet.population):
             _change(records, records.population(fleet.population), rules, policy)

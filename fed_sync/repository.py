@@ -26,6 +26,8 @@ from fednl_runtime.fed_sync.tables import (
     Version,
 )
 
+READ = "fednl_read"
+"""The option of SQLite's connections that only read."""
 BUSY_S = 30
 """Seconds that a transaction waits for another process."""
 
@@ -39,7 +41,9 @@ class Repository:
         """Open or create it. Raises DatabaseError."""
         with _in_our_words():
             self._engine = sqlalchemy.create_engine(url, **_options(url))
+            self._reading: dict[str, Any] = {"isolation_level": "REPEATABLE READ"}
             if self._engine.dialect.name == "sqlite":
+                self._reading = {READ: True}
                 event.listen(self._engine, "connect", _prepare_sqlite)
                 event.listen(self._engine, "begin", _begin_sqlite)
             METADATA.create_all(self._engine)
@@ -49,7 +53,7 @@ class Repository:
         """A view of one moment. Raises DatabaseError."""
         with (
             _in_our_words(),
-            self._engine.connect().execution_options(fednl_read=True) as connection,
+            self._engine.connect().execution_options(**self._reading) as connection,
             connection.begin(),
         ):
             yield Records(connection)
@@ -244,7 +248,7 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     """Take the write lock at once: a transaction that reads first could not get it later without an error."""
-    reading = connection.get_execution_options().get("fednl_read", False)
+    reading = connection.get_execution_options().get(READ, False)
     connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")
 
 

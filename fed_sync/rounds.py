@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from fednl_runtime.crash import crash_point
-from fednl_runtime.errors import FednlError
 from fednl_runtime.fed_sync.aggregate import Member, aggregate
 from fednl_runtime.fed_sync.errors import BlobError, Refusal
 from fednl_runtime.fed_sync.fleet import Fleet, add_version, bases_of, manifest_of, read_rules, rules_bytes, schema_of
@@ -263,8 +262,8 @@ def clean(fleet: Fleet) -> int:
 
 
 def tick_safely(fleet: Fleet) -> None:
-    """`tick`, with what goes wrong logged: an upload that is safe must be answered as such."""
+    """`tick`, with whatever goes wrong logged: an upload that is safe must be answered so, and rounds must go on."""
     try:
         tick(fleet)
-    except (FednlError, OSError) as error:
-        log.error("the round could not be closed and waits: %s", error)
+    except Exception:
+        log.exception("the round could not be closed and waits")

@@ -109,9 +109,11 @@ class _Keys(HTTPSignatureKeyResolver):
         self._lookup, self._private = lookup, private
 
     def resolve_public_key(self, key_id: str) -> Ed25519PublicKey | None:
+        """The key of that name, None if it is unknown."""
         return self._lookup(key_id)
 
     def resolve_private_key(self, key_id: str) -> Any:
+        """Our own key."""
         return self._private
 
 

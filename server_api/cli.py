@@ -38,7 +38,7 @@ EXIT_CODES: Mapping[type[FednlError], int] = {RequestError: 2, ModelFileError: 3
 """Exit codes by error; 0 is success, 1 any other failure, 2 also wrong usage, 130 an interrupt."""
 INTERRUPTED = 130
 
-EXTRAS = {"onnx": "export", "torch": "export", "sqlalchemy": "aggregator"}
+EXTRAS = {"onnx": "export", "torch": "export", "sqlalchemy": "aggregator", "dp_accounting": "aggregator"}
 """The extra that a library comes with, for those that serving does without."""
 
 

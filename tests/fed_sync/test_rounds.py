@@ -268,6 +268,21 @@ def test_a_round_that_cannot_be_computed_waits_and_the_upload_is_safe(tmp_path):
         assert rounds.tick(fleet).members == 1
 
 
+def test_a_mistake_of_ours_in_a_round_leaves_the_upload_safe_and_the_round_open(tmp_path, monkeypatch, caplog):
+    with fleet_of(tmp_path, goal=1) as fleet:
+        device = join(fleet, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(rounds, "aggregate", lambda *_: 1 / 0)
+            assert send(fleet, device, one_hot(0)).status == "pending"
+        assert "ZeroDivisionError" in caplog.text
+        assert rounds.tick(fleet).members == 1
+
+
+def test_a_budget_that_allows_no_round_is_refused(tmp_path):
+    with pytest.raises(PolicyError, match="single round"), fleet_of(tmp_path, privacy=CentralPrivacy(1.0, 0.1)):
+        pass
+
+
 def test_privacy_is_spent_kept_over_restarts_and_ends_the_rounds(tmp_path):
     privacy = CentralPrivacy(4.0, max_epsilon=CentralPrivacy(4.0, 1.0).epsilon(2))
     settings = {"goal": 1, "privacy": privacy, "max_step_norm": 1e6}

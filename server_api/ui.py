@@ -1,4 +1,4 @@
-"""The page to look at sessions with: one file, which may load nothing and run nothing but itself."""
+"""The page to look at sessions with: sent as one file, which may load nothing and run nothing but itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 router = APIRouter()
-PAGE = Path(__file__).with_name("ui.html")
+FOLDER = Path(__file__).parent
+FILES = ("ui.html", "ui.css", "ui_curve.js", "ui.js")
+"""What the page is made of."""
 
 
 @router.get("/ui")
@@ -25,7 +27,9 @@ def ui() -> Response:
 @functools.cache
 def page() -> tuple[str, dict[str, str]]:
     """The page, and headers that hold the browser to it."""
-    text = PAGE.read_text("utf-8")
+    text, style, *scripts = ((FOLDER / name).read_text("utf-8") for name in FILES)
+    text = text.replace("<style></style>", f"<style>{style}</style>")
+    text = text.replace("<script></script>", f"<script>{''.join(scripts)}</script>")
     policy = {
         "default-src": "'none'",
         "script-src": digest(text, "script"),

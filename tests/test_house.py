@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import fednl_runtime
+from fednl_runtime.server_api.ui import FILES as UI_FILES
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -98,7 +99,7 @@ def test_imports_follow_the_arrows_of_the_house(path):
     ("library", "rooms"),
     [
         ("onnxruntime", "runtime/onnx_backend.py"),
-        ("pydantic", "server_api/schemas.py"),
+        ("pydantic", "server_api/schemas*.py"),
         ("click", SHELL),
         ("rich", SHELL),
         ("fastapi", "server_api/*.py fed_sync/endpoint.py"),  # the endpoint is a server of its own
@@ -204,8 +205,8 @@ def test_the_installed_wheel_holds_the_code_the_licence_the_models_and_nothing_e
     files = {name for name in installed if "__pycache__" not in name and ".dist-info/" not in name}
     models = {f"fednl_runtime/models/{path.name}" for path in MODELS}
     expected = {f"fednl_runtime/{name_of(path).removeprefix('runtime/')}" for path in SOURCES}
-    others = {"fednl_runtime/py.typed", "fednl_runtime/server_api/ui.html"}
-    assert {name for name in files if "/bin/" not in name} == expected | models | others
+    page = {f"fednl_runtime/server_api/{name}" for name in UI_FILES}
+    assert {name for name in files if "/bin/" not in name} == expected | models | page | {"fednl_runtime/py.typed"}
     assert any(name.endswith("LICENSE") for name in installed)
 
 

@@ -14,6 +14,7 @@ from engines import CONFIG, TOKENIZER, committed
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.server_api.schemas import CompletionRequest
+from fednl_runtime.server_api.turn_of import SESSION_HEADERS
 from fednl_runtime.state import state_bytes
 from fednl_runtime.tokenizer import END_OF_TEXT
 
@@ -45,13 +46,18 @@ def test_a_completion_has_openais_shape(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
     body = response.json()
     session = body.pop("session")
-    assert list(body) == ["id", "object", "created", "model", "choices", "usage"]
+    assert list(body) == ["id", "object", "created", "model", "choices", "usage", "timings"]
     assert body["object"] == "text_completion"
     assert body["model"] == "tiny"
     assert abs(body["created"] - time.time()) < 60
     assert list(body["choices"][0]) == ["text", "index", "logprobs", "finish_reason"]
     assert body["choices"][0]["finish_reason"] == "length"
-    assert body["usage"] == {"prompt_tokens": len(TOKENS), "completion_tokens": 3, "total_tokens": len(TOKENS) + 3}
+    assert body["usage"] == {
+        "prompt_tokens": len(TOKENS),
+        "completion_tokens": 3,
+        "total_tokens": len(TOKENS) + 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert session["id"] is None
     assert response.headers["x-request-id"].startswith("req_")
 
@@ -163,11 +169,14 @@ def test_a_session_goes_on_where_it_was(client: openai.OpenAI) -> None:
     assert second.session == {
         "id": split,
         "version": 2,
+        "parent_version": 1,
         "tokens_seen": len(TOKENS) + 5,
         "learned": True,
         "update_norm": second.session["update_norm"],
         "surprise": None,
         "state_bytes": state_bytes(CONFIG),
+        "persisted": False,
+        "replayed": False,
     }
     assert first.session["surprise"] > 0
 
@@ -192,21 +201,28 @@ def test_the_session_header_serves_clients_without_extra_fields(http: httpx.Clie
     response = http.post("/v1/completions", json={"prompt": "a"}, headers={"X-Session-Id": name})
     assert response.headers["x-session-id"] == name
     assert response.headers["x-session-version"] == "1"
-    body = {"prompt": "a", "session_id": name + "b"}
-    both = http.post("/v1/completions", json=body, headers={"X-Session-Id": name})
-    assert both.json()["session"]["id"] == name + "b"
+
+
+@pytest.mark.parametrize("header", SESSION_HEADERS)
+def test_a_session_is_named_by_any_header_that_clients_send(http: httpx.Client, header: str) -> None:
+    name = fresh()
+    response = http.post("/v1/completions", json={"prompt": "a", "session_id": name}, headers={header: name})
+    assert response.json()["session"]["id"] == name
+    assert http.post("/v1/completions", json={"prompt": "a"}, headers={header: ""}).json()["session"]["id"] is None
+
+
+def test_two_places_that_name_different_sessions_are_refused(http: httpx.Client) -> None:
+    headers = {"X-Session-Id": "one", "X-OpenWebUI-Chat-Id": "two"}
+    for body, sent in (({}, headers), ({"session_id": "three"}, {"X-Session-Id": "one"})):
+        response = http.post("/v1/completions", json={"prompt": "a", **body}, headers=sent)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "session_id")
 
 
 def test_a_session_can_be_looked_at_and_deleted(client: openai.OpenAI, http: httpx.Client) -> None:
     name = fresh()
     complete(client, session_id=name)
-    assert http.get(f"/v1/sessions/{name}").json() == {
-        "id": name,
-        "object": "session",
-        "version": 1,
-        "tokens_seen": len(TOKENS) + 5,
-        "state_bytes": state_bytes(CONFIG),
-    }
+    seen = http.get(f"/v1/sessions/{name}").json()
+    assert (seen["object"], seen["version"], seen["tokens_seen"]) == ("session", 1, len(TOKENS) + 5)
     assert http.delete(f"/v1/sessions/{name}").json() == {"id": name, "object": "session.deleted", "deleted": True}
     for method in ("GET", "DELETE"):
         response = http.request(method, f"/v1/sessions/{name}")

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from engines import ENDLESS, TOKENIZER, running_engine, until
+from engines import CONFIG, ENDLESS, TOKENIZER, committed, running_engine, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,7 @@ from fednl_runtime.guard import NormCaps
 from fednl_runtime.server_api.errors import STATUSES, GenerationError, ModelNotFoundError, describe
 from fednl_runtime.server_api.schemas import KINDS, CompletionRequest
 from fednl_runtime.server_api.streaming import sse
+from fednl_runtime.state_file import StateFormat
 from fednl_runtime.store import StoreLimits
 
 URL = "/v1/completions"
@@ -63,6 +64,8 @@ def check_shape(response: httpx.Response, status: int, code: str | None = None, 
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": -1}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"frequency_penalty": -0.5}, "frequency_penalty"),
@@ -82,6 +85,9 @@ def check_shape(response: httpx.Response, status: int, code: str | None = None, 
         ({"session_id": "a" * 129}, "session_id"),
         ({"session_id": "a\n"}, "session_id"),
         ({"learn": "yes"}, "learn"),
+        ({"session_mode": "both"}, "session_mode"),
+        ({"session_version": 1.5}, "session_version"),
+        ({"on_disconnect": "keep"}, "on_disconnect"),
         ({"leran": False}, "leran"),
     ],
 )
@@ -175,7 +181,7 @@ def test_a_failure_of_the_model_is_500_and_leaves_no_session(http: httpx.Client,
     check_shape(response, 500, "generation_failed")
     assert response.headers["x-should-retry"] == "false"
     with pytest.raises(SessionNotFoundError):
-        engine.sessions.get("broken")
+        committed(engine, "broken")
 
 
 def test_a_failure_after_the_stream_began_is_an_event_without_done(client: openai.OpenAI, engine: Engine) -> None:
@@ -187,7 +193,7 @@ def test_a_failure_after_the_stream_began_is_an_event_without_done(client: opena
     with pytest.raises(openai.APIError, match="as it was before"):
         list(stream)
     with pytest.raises(SessionNotFoundError):
-        engine.sessions.get("b")
+        committed(engine, "b")
 
 
 def test_a_breach_is_500_and_says_so(serve: Serve) -> None:
@@ -228,7 +234,8 @@ def test_a_full_queue_is_429(http: httpx.Client, address: str, engine: Engine) -
 
 
 def test_too_many_sessions_are_429_and_not_retried(serve: Serve) -> None:
-    with running_engine(EngineLimits(store=StoreLimits(resident_bytes=1))) as engine, serve(engine) as address:
+    room = StoreLimits(resident_bytes=3 * StateFormat(CONFIG, "", "").max_bytes // 2)
+    with running_engine(EngineLimits(store=room)) as engine, serve(engine) as address:
         assert httpx.post(address + URL, json={"prompt": "a", "session_id": "a"}).status_code == 200
         response = httpx.post(address + URL, json={"prompt": "a", "session_id": "b"})
         check_shape(response, 429, "session_limit")

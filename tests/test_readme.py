@@ -18,7 +18,7 @@ import pytest
 from engines import write_tiny_model
 
 from fednl_runtime.config import HopeConfig
-from fednl_runtime.server_api import openai_routes, session_routes
+from fednl_runtime.server_api import app
 from fednl_runtime.server_api.cli import cli
 from fednl_runtime.server_api.serve_command import serve
 from fednl_runtime.state import state_bytes
@@ -32,7 +32,7 @@ PROGRAM = Path(sys.executable).with_name("fednl-runtime")
 
 MODELS = sorted((ROOT / "runtime/models").glob("*.onnx"))
 PORT = next(option.default for option in serve.params if option.name == "port")
-ROUTES = [route.path for routes in (openai_routes, session_routes) for route in routes.router.routes]
+ROUTES = [route.path for routes in app.ROUTES for route in routes.router.routes]
 
 
 def commands(pages: list[Path] = PAGES) -> list[str]:
@@ -82,7 +82,7 @@ def path_of(words: list[str]) -> list[str]:
 
 
 def test_only_known_programs_are_documented():
-    known = {"pip", "pytest", "mypy", "fednl-runtime", "curl", "docker", ".ci/run"}
+    known = {"pip", "pytest", "mypy", "fednl-runtime", "curl", "docker", ".ci/run", "python"}
     assert {words[0] for command in commands() if (words := words_of(command))} <= known
 
 
@@ -91,6 +91,15 @@ def test_a_documented_subcommand_has_help_that_names_its_options(words):
     options = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
     text = help_of(*path_of(words))
     assert [option for option in options if option not in text] == []
+
+
+@pytest.mark.parametrize("words", calls_of("python"), ids=text_id)
+def test_a_documented_benchmark_has_help_that_names_its_options(words):
+    assert words[1].startswith("benchmarks/")
+    parts = words[1:2] if "@click.group" not in (ROOT / words[1]).read_text() else words[1:3]
+    result = subprocess.run([sys.executable, *parts, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    assert [option for option in options if option not in result.stdout] == []
 
 
 @pytest.mark.parametrize("words", [words for words in calls_of("fednl-runtime") if words[1] in CHEAP], ids=text_id)

@@ -17,6 +17,7 @@ from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.server_api.answers import session_object
 from fednl_runtime.server_api.errors import json_answer, naming
 from fednl_runtime.server_api.running import Stop, watching
+from fednl_runtime.server_api.schemas import Learn
 from fednl_runtime.server_api.schemas_session import IngestRequest, ScoreRequest, TextRequest
 from fednl_runtime.server_api.served import Served, served_by
 from fednl_runtime.server_api.session_routes import key_of, store_of
@@ -55,10 +56,10 @@ async def score(session_id: str, body: ScoreRequest, request: Request) -> Respon
     engine = served_by(request).engine
     turn = await turn_on(session_id, body, request)
     record = await asyncio.to_thread(store_of(request).get, key_of(session_id, request))
-    arms = {}
+    arms: dict[str, Any] = {}
     async with watching(request) as stop:
         for arm in dict.fromkeys(body.arms):
-            learn = "dry_run" if arm == "learning" else False
+            learn: Learn = "dry_run" if arm == "learning" else False
             scored = dataclasses.replace(turn, learn=learn, expect_version=record.head.version)
             arms[arm] = await score_arm(served_by(request), scored, stop)
     return json_answer(score_object(engine, record, turn, arms), 200, {SESSION_HEADER: session_id})

@@ -40,7 +40,6 @@ ROUTES: Mapping[str, str] = {
     "POST /v1/sessions/{session_id}/rollback": SESSIONS,
     "POST /v1/sessions/{session_id}/ingest": SESSIONS,
     "POST /v1/sessions/{session_id}/score": SESSIONS,
-    "POST /v1/sessions/{session_id}/persist": SESSIONS,
     "GET /v1/sessions/{session_id}/export": SESSIONS,
     "GET /v1/sessions/{session_id}/updates": SESSIONS,
     "GET /v1/sessions/{session_id}/snapshots": SESSIONS,

@@ -147,7 +147,7 @@ def connected(server: str) -> Iterator[httpx.Client]:
     import httpx
 
     key = os.environ.get(KEY_VARIABLE, "").strip()
-    headers = {"authorization": b"Bearer " + os.fsencode(key)} if key else {}
+    headers = [(b"authorization", b"Bearer " + os.fsencode(key))] if key else []
     try:
         with httpx.Client(base_url=server, headers=headers, timeout=TIMEOUT_S) as client:
             yield client

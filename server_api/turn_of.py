@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 
@@ -14,6 +15,9 @@ from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.server_api.schemas import Learn, TurnFields
 from fednl_runtime.server_api.served import owner_of
 from fednl_runtime.turn import Retry, TurnRequest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 SESSION_HEADER = "x-session-id"
@@ -63,7 +67,7 @@ def session_of(body: TurnFields, request: Request) -> str | None:
     return session_id
 
 
-def retry_of(body: TurnFields, request: Request) -> Retry:
+def retry_of(body: BaseModel, request: Request) -> Retry:
     """What tells a request from one that was answered before. Raises RequestError for a key that is none."""
     key = request.headers.get(RETRY_KEY_HEADER)
     if key is not None and not (key.isascii() and key.isprintable() and 1 <= len(key) <= MAX_RETRY_KEY):

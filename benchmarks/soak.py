@@ -67,7 +67,7 @@ def main(text: Path, tokens: int, characters: int, model: Path | None) -> None:
     """Stream TEXT (a plain file, repeated as needed) through one session of a real server."""
     content, port = text.read_text(), free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [str(Path(sys.executable).with_name("fednl-runtime")), "serve", "--port", str(port)]
+    command = [str(Path(sys.executable).with_name("fednl-runtime")), "serve", "--in-memory", "--port", str(port)]
     server = subprocess.Popen([*command, *([str(model)] if model else [])], stderr=subprocess.DEVNULL)
     try:
         wait_until_healthy(url)

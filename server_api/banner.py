@@ -70,6 +70,7 @@ def banner(model: ModelFile, engine: Engine, listening: Listening) -> str:
   memory   {human(engine.state_bytes, "B")} a session, the same after any number of tokens
   sessions {described(listening.folder)}
   address  {listening.url}/v1 ({listening.access})
+  page     {listening.url}/ui
 
 Try it:
 curl -N {listening.url}/v1/completions -H 'content-type: application/json' \\{key}

@@ -15,7 +15,7 @@ import numpy as np
 from fednl_runtime.backend import Backend
 from fednl_runtime.errors import CancelledTurnError, RequestError, RetryMismatchError, VersionConflictError
 from fednl_runtime.guard import NormCaps
-from fednl_runtime.history import Mark, Start, digest, find_start
+from fednl_runtime.history import Mark, Start, as_sent, digest, find_start
 from fednl_runtime.receipt import pack, unpack
 from fednl_runtime.records import Receipt, Record, Update
 from fednl_runtime.sampling import SamplingParams
@@ -281,7 +281,7 @@ class Engine:
             logits = yield step
         after, report = ending.after, dataclasses.replace(ending.report, persisted=self.persistent)
         read = text[: start.skip] + self.tokenizer.decode_bytes(ending.prompt)
-        said = read + self.tokenizer.decode_bytes(ending.answer)
+        said = as_sent(read + self.tokenizer.decode_bytes(ending.answer))
         now = time.time()
         mark = Mark(
             version=after.version,

@@ -17,6 +17,11 @@ def digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
+def as_sent(text: bytes) -> bytes:
+    """The bytes that a client sends back when it was sent `text`: what is no UTF-8 has become U+FFFD."""
+    return text.decode("utf-8", "replace").encode()
+
+
 EMPTY = digest(b"")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.requests import Request
 
@@ -13,8 +12,39 @@ from fednl_runtime.errors import CancelledTurnError
 from fednl_runtime.server_api.errors import DisconnectedError, RequestNotFoundError
 from fednl_runtime.server_api.served import owner_of
 
-Stop: TypeAlias = "asyncio.Future[Exception]"
-"""Done when a request is to stop; its result says why."""
+
+class Stop:
+    """Whether a request is to stop, and why; of one event loop."""
+
+    def __init__(self) -> None:
+        self.why: Exception | None = None
+        self._sealed = False
+        self._listeners: list[Callable[[Exception], None]] = []
+
+    def tell(self, why: Exception) -> bool:
+        """Stop the request unless it is sealed, or is stopping already; say whether it stops."""
+        if self._sealed:
+            return False
+        if self.why is None:
+            self.why = why
+            for listener in self._listeners:
+                listener(why)
+        return True
+
+    def seal(self) -> None:
+        """Nothing stops the request any more: it commits."""
+        self._sealed = True
+
+    @contextlib.contextmanager
+    def calling(self, listener: Callable[[Exception], None]) -> Iterator[None]:
+        """Call `listener` with the reason when the request is to stop, at once if it is already."""
+        if self.why is not None:
+            listener(self.why)
+        self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
 
 
 class RunningRequests:
@@ -39,30 +69,23 @@ class RunningRequests:
         """Stop a request and roll its turn back; if a client gave one id to several, all of them.
 
         Raises:
-            RequestNotFoundError: no request of that owner and id runs.
+            RequestNotFoundError: no request of that owner and id runs, or it is past its last token.
         """
-        stops = self._stops.get((owner, request_id))
-        if not stops:
-            raise RequestNotFoundError(f"No request {request_id!r} is running; it may have ended.")
-        for stop in stops:
-            tell(stop, CancelledTurnError("The request was cancelled; its turn was rolled back."))
-
-
-def tell(stop: Stop, why: Exception) -> None:
-    """Stop a request, unless it is stopping already."""
-    if not stop.done():
-        stop.set_result(why)
+        why = CancelledTurnError("The request was cancelled; its turn was rolled back.")
+        stopped = [stop.tell(why) for stop in self._stops.get((owner, request_id), ())]
+        if not any(stopped):
+            raise RequestNotFoundError("No request of that id is running; it may have ended.")
 
 
 @contextlib.asynccontextmanager
 async def watching(request: Request) -> AsyncIterator[Stop]:
-    """Done when the client of `request`, whose body was read, goes away, or when its owner cancels it."""
-    stop: Stop = asyncio.get_running_loop().create_future()
+    """Told to stop when the client of `request`, whose body was read, goes away, or when its owner cancels it."""
+    stop = Stop()
 
     async def until_gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        tell(stop, DisconnectedError())
+        stop.tell(DisconnectedError())
 
     task = asyncio.create_task(until_gone())
     requests: RunningRequests = request.app.state.running

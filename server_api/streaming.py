@@ -32,11 +32,11 @@ async def turn_events(
 ) -> AsyncGenerator[Event | None, None]:
     """The events of a turn and the report once it was committed; None after each `keep_alive_s` of silence.
 
-    The turn commits when what follows its last token is asked for and `stop` is not done; with
+    The turn commits when what follows its last token is asked for and `stop` was not told; with
     `keep_partial` also, with what it has, when its client leaves.
 
     Raises:
-        DisconnectedError, CancelledTurnError: `stop` was done first; the turn was rolled back, or kept as said.
+        DisconnectedError, CancelledTurnError: `stop` was told first; the turn was rolled back, or kept as said.
         ShuttingDownError: the server cancelled the request; the turn was rolled back.
     """
     loop = asyncio.get_running_loop()
@@ -48,33 +48,36 @@ async def turn_events(
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 
     def keeps() -> bool:
-        return keep_partial and stop.done() and isinstance(stop.result(), DisconnectedError)
+        return keep_partial and isinstance(stop.why, DisconnectedError)
 
-    def leave(_: Stop) -> None:
+    def leave(why: Exception) -> None:
         if keeps():
             turn.wrap_up()
         else:
-            inbox.put_nowait(stop.result())
+            inbox.put_nowait(why)
 
     with TurnWatch() as watch:
         turn = engine.start(turn_request, deliver)
-        stop.add_done_callback(leave)
         try:
-            while not isinstance(event := await next_event(inbox, keep_alive_s), Outcome):
-                if not keeps():
-                    yield event
-                await asyncio.sleep(0)  # others have their turn, and a disconnect is seen
-                if stop.done() and not keeps():
-                    raise stop.result()
+            with stop.calling(leave):
+                while not isinstance(event := await next_event(inbox, keep_alive_s), Outcome):
+                    if not keeps():
+                        yield event
+                    await asyncio.sleep(0)  # others have their turn, and a disconnect is seen
+                    if stop.why is not None and not keeps():
+                        raise stop.why
+                if stop.why is not None and not keeps():
+                    raise stop.why
+                if turn_request.writes:
+                    stop.seal()
             report = watch.report(await asyncio.to_thread(turn.commit, event))
             if keeps():
-                raise stop.result()
+                raise DisconnectedError
             yield report
         except asyncio.CancelledError as error:  # the time that a stopping server gives to open requests is over
             raise ShuttingDownError("The server is stopping; the turn was rolled back.") from error
         finally:
             turn.close()
-            stop.remove_done_callback(leave)
 
 
 async def next_event(inbox: asyncio.Queue[Any], keep_alive_s: float) -> Any:

@@ -11,7 +11,6 @@ from onnx import TensorProto
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.export.ops import Ops, typed
 
-
 PER_ROW = ("position", "adapt", "input_ids")
 """Inputs of the graph with an axis of rows, besides the state."""
 
@@ -25,16 +24,16 @@ def slow_names(c: HopeConfig) -> list[str]:
     return names
 
 
-def close_chunks(ops: Ops, c: HopeConfig, power: float, embedding: str) -> None:
+def close_chunks(ops: Ops, c: HopeConfig, power: float) -> None:
     """Write every `present.` slow tensor: stepped in rows that reach a boundary, else as it was.
 
-    `power` is rms(|E|)^2 of the embedding E `[V, d]`, whose graph value is `embedding`.
+    `power` is rms(|E|)^2 of the embedding E `[V, d]`.
     """
     if names := slow_names(c):
         periods = (*c.cms_periods, *(c.memory_period,) * ("self_modifying" in c.layers))
         branch_at(ops, math.gcd(*periods), names, lambda closing: close_blocks(closing, c))
     if c.top_rank:
-        branch_at(ops, c.top_period, ["top.f"], lambda closing: [close_top(closing, c, power, embedding)])
+        branch_at(ops, c.top_period, ["top.f"], lambda closing: [close_top(closing, c, power)])
 
 
 def branch_at(ops: Ops, period: int, names: list[str], close: Callable[[Ops], list[str]]) -> None:
@@ -111,18 +110,18 @@ def close_cms(ops: Ops, c: HopeConfig, layer: int, closing: str, slow: str) -> s
     return ops("Where", closing, ops("Add", shrunk, gradient), f)
 
 
-def close_top(ops: Ops, c: HopeConfig, power: float, embedding: str) -> str:
+def close_top(ops: Ops, c: HopeConfig, power: float) -> str:
     """F <- lambda F - eps / power * sum_t p_t g_t^T with the pending chunk's exact gradients g, |F| bounded."""
     first = ops("Slice", "input_ids", ops.ints(0), ops.ints(1), ops.ints(1))
-    return step_top(ops, c, power, pending_gradient(ops, c, embedding, first))
+    return step_top(ops, c, power, pending_gradient(ops, c, first))
 
 
-def pending_gradient(ops: Ops, c: HopeConfig, embedding: str, first: str) -> str:
+def pending_gradient(ops: Ops, c: HopeConfig, first: str) -> str:
     """g `[B, C, d]` of the pending tokens, whose last target is the token `first [B, 1]`."""
     known = ops("Slice", "past.top.token", ops.ints(1), ops.ints(c.top_period), ops.ints(1))
     targets = ops("Concat", ops("Cast", known, to=TensorProto.INT64), first, axis=1)
-    guess = ops("Softmax", ops.product("past.top.h", embedding, 2, trans_y=True), axis=-1)
-    return ops("Sub", ops("MatMul", guess, embedding), ops("Gather", embedding, targets))
+    guess = ops("Softmax", ops.unembed("past.top.h"), axis=-1)
+    return ops("Sub", ops.mix(guess), ops.embed(targets))
 
 
 def step_top(ops: Ops, c: HopeConfig, power: float, g: str) -> str:

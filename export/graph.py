@@ -82,7 +82,7 @@ def build_model(params: Params, c: HopeConfig, ops: Ops) -> ModelProto:
     add_weights(ops, c, weights)
     embedding = np.asarray(params["embedding"], np.float64)
     power = float(np.sum(embedding**2)) / len(embedding)
-    close_chunks(ops, c, power, "embedding:f32")
+    close_chunks(ops, c, power)
     add_layers(ops, c)
     state = state_shapes(c)
     rules = [n for n in weights if n.startswith("rule.")]

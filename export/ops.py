@@ -80,9 +80,13 @@ class Ops:
         """Rows of the embedding `[B, T, d]`."""
         return self("Gather", "embedding:f32", tokens)
 
-    def unembed(self, h: str, out: str) -> str:
+    def unembed(self, h: str, out: str | None = None) -> str:
         """Logits h E^T."""
         return self.product(h, "embedding:f32", 2, trans_y=True, out=out)
+
+    def mix(self, x: str) -> str:
+        """x E: rows of the embedding, added up with the weights x `[..., V]`."""
+        return self("MatMul", x, "embedding:f32")
 
     def reshape(self, x: str, *shape: int) -> str:
         """x with another shape; 0 keeps an axis, -1 is what remains."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,8 @@ from fednl_runtime.onnx_backend import load
 
 BLOCK = 32
 """Numbers of a row that share a scale."""
+COLUMNS = "embedding.columns"
+"""The embedding transposed, `[d, V]`."""
 FACTORS = {8: (1.0,), 4: (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)}
 """Scales that are tried, as multiples of the one at which a block's largest number is exact."""
 Packed = npt.NDArray[np.uint8]
@@ -43,6 +45,10 @@ class Quantized:
         numbers = (values.astype(np.float32) - 2 ** (self.bits - 1)) * self.scales[..., None]
         return numbers.reshape(len(numbers), -1)
 
+    def first(self, rows: int) -> Quantized:
+        """The first rows."""
+        return Quantized(np.ascontiguousarray(self.values[:rows]), np.ascontiguousarray(self.scales[:rows]), self.bits)
+
 
 def quantize(matrix: npt.NDArray[np.floating], bits: int) -> Quantized:
     """Round `[N, K]` to the nearest of 2^bits levels in blocks of 32, each with the scale of least square error."""
@@ -62,14 +68,33 @@ def quantize(matrix: npt.NDArray[np.floating], bits: int) -> Quantized:
     return Quantized(values, scales[..., 0].astype(np.float32), bits)
 
 
+def quantize_tiles(matrix: npt.NDArray[np.floating]) -> tuple[Quantized, Quantized]:
+    """Round `[N, K]` to 8 bits in tiles of 32 by 32 with one scale each; the same numbers by rows and by columns."""
+    rows, columns = (-size % BLOCK for size in matrix.shape)
+    padded = np.pad(np.asarray(matrix, np.float32), ((0, rows), (0, columns)))
+    tiles = padded.reshape(len(padded) // BLOCK, BLOCK, -1, BLOCK)
+    largest = np.abs(tiles).max((1, 3), keepdims=True)
+    scales = np.where(largest == 0, 1, largest / 127).astype(np.float32)
+    values = (np.round(tiles / scales) + 128).astype(np.uint8)
+    wide = np.repeat(scales[:, 0, :, 0], BLOCK, axis=0)
+    by_rows = Quantized(values.reshape(len(padded), -1, BLOCK), wide, 8)
+    values = values.transpose(2, 3, 0, 1).reshape(padded.shape[1], -1, BLOCK)
+    wide = np.repeat(scales[:, 0, :, 0].T, BLOCK, axis=0)
+    by_columns = Quantized(values, wide, 8)
+    return by_rows.first(matrix.shape[0]), by_columns.first(matrix.shape[1])
+
+
 def quantized(weights: Weights, bits: int) -> dict[str, Quantized]:
-    """The matrices of `weights` that a quantised file stores so: the linear maps, as `[out, in]`, and the embedding."""
-    found = {}
-    for name, value in weights.items():
-        if name == "embedding" or is_linear(name):
-            matrix = value if name == "embedding" else value.T
-            if matrix.shape[1] % BLOCK == 0:
-                found[name] = quantize(matrix, bits)
+    """The matrices of `weights` that a quantised file stores so: the linear maps, as `[out, in]`, and the embedding.
+
+    The embedding keeps 8 bits, and is stored by columns too where a top level learns: its gradient multiplies from
+    the other side, by the same numbers.
+    """
+    found = {n: quantize(v.T, bits) for n, v in weights.items() if is_linear(n) and len(v) % BLOCK == 0}
+    if weights["embedding"].shape[1] % BLOCK == 0:
+        found["embedding"], columns = quantize_tiles(weights["embedding"])
+        if "rule.top.p" in weights:
+            found[COLUMNS] = columns
     return found
 
 
@@ -88,11 +113,18 @@ def file_parameters(path: str | Path) -> Weights:
 def with_exact_activations(source: Path, target: Path) -> None:
     """Write a quantised file so that it rounds no activations: slower, and exactly what its weights say."""
     model = onnx.load(source)
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if attribute.name == "accuracy_level":
-                attribute.i = 1  # fp32
+    for attribute in attributes_of(model.graph):
+        if attribute.name == "accuracy_level":
+            attribute.i = 1  # fp32
     onnx.save(model, target)
+
+
+def attributes_of(graph: onnx.GraphProto) -> Iterator[onnx.AttributeProto]:
+    """Every attribute of a graph's nodes and of those in their branches."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            yield attribute
+            yield from attributes_of(attribute.g)
 
 
 def restored(initializers: Mapping[str, npt.NDArray[np.generic]]) -> Weights:
@@ -100,7 +132,7 @@ def restored(initializers: Mapping[str, npt.NDArray[np.generic]]) -> Weights:
     weights: Weights = {}
     for name, value in initializers.items():
         own, _, suffix = name.partition(":")
-        if suffix == "scale":
+        if suffix == "scale" and own != COLUMNS:
             values = initializers[f"{own}:q"].astype(np.uint8)
             bits = 8 * values.shape[-1] // BLOCK
             matrix = Quantized(values, value.astype(np.float32), bits).restore()
@@ -122,45 +154,41 @@ class QuantizedOps(Ops):
         return QuantizedOps(self._matrices, self)
 
     def weight(self, name: str, value: npt.NDArray[np.floating], rule: bool = False) -> None:
-        """A stored tensor; a quantised one is read by `linear`, `embed` and `unembed`."""
+        """A stored tensor; a quantised one is read by `linear`, `embed`, `unembed` and `mix`."""
         if name not in self._matrices:
             super().weight(name, value, rule)
             return
-        matrix = self._matrices[name]
-        for suffix, array in (("q", matrix.values), ("scale", matrix.scales)):
-            self.initializers[f"{name}:{suffix}"] = numpy_helper.from_array(array, f"{name}:{suffix}")
-        if name == "embedding":
-            self._restored(name, matrix)
+        for stored_name in (name, *(COLUMNS,) * (name == "embedding" and COLUMNS in self._matrices)):
+            matrix = self._matrices[stored_name]
+            for suffix, array in (("q", matrix.values), ("scale", matrix.scales)):
+                self.initializers[f"{stored_name}:{suffix}"] = numpy_helper.from_array(array, f"{stored_name}:{suffix}")
 
     def linear(self, x: str, name: str, out: str | None = None) -> str:
         """x `[..., in]` times the stored matrix `name`."""
         if name not in self._matrices:
             return super().linear(x, name, out)
-        n, blocks = self._matrices[name].scales.shape
-        attributes = {"N": n, "K": blocks * BLOCK, "bits": self._matrices[name].bits, "block_size": BLOCK}
+        matrix = self._matrices[name]
+        size = len(self._matrices["embedding"].scales) if name == COLUMNS else matrix.scales.shape[1] * BLOCK
+        attributes = {"N": len(matrix.scales), "K": size, "bits": matrix.bits, "block_size": BLOCK}
         inputs = (x, f"{name}:q", f"{name}:scale")
         return self("MatMulNBits", *inputs, out=out, domain=MICROSOFT, accuracy_level=4, **attributes)
 
     def embed(self, tokens: str) -> str:
         """Rows of the embedding `[B, T, d]`."""
-        return super().embed(tokens) if "embedding" not in self._matrices else self._rows("embedding", tokens)
+        if "embedding" not in self._matrices:
+            return super().embed(tokens)
+        matrix = self._matrices["embedding"]
+        flat = self.reshape("embedding:q", len(matrix.scales), -1)
+        attributes = {"bits": matrix.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        return self("GatherBlockQuantized", flat, tokens, "embedding:scale", domain=MICROSOFT, **attributes)
 
-    def unembed(self, h: str, out: str) -> str:
+    def unembed(self, h: str, out: str | None = None) -> str:
         """Logits h E^T."""
         return super().unembed(h, out) if "embedding" not in self._matrices else self.linear(h, "embedding", out)
 
-    def _rows(self, name: str, indices: str, out: str | None = None) -> str:
-        """Rows of a quantised matrix as numbers."""
-        matrix = self._matrices[name]
-        flat = self.reshape(f"{name}:q", len(matrix.scales), -1)
-        attributes = {"bits": matrix.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
-        inputs = (flat, indices, f"{name}:scale")
-        return self("GatherBlockQuantized", *inputs, out=out, domain=MICROSOFT, **attributes)
-
-    def _restored(self, name: str, matrix: Quantized) -> None:
-        """`{name}:f32` for whoever needs the numbers, as the top level's gradient does."""
-        first, rows, step = (self.const(n, np.int64) for n in (0, len(matrix.scales), 1))
-        self._rows(name, self("Range", first, rows, step), out=f"{name}:f32")
+    def mix(self, x: str) -> str:
+        """x E: rows of the embedding, added up with the weights x `[..., V]`."""
+        return super().mix(x) if "embedding" not in self._matrices else self.linear(x, COLUMNS)
 
 
 def quantize_file(source: Path, target: Path, bits: int) -> None:
@@ -176,7 +204,7 @@ def quantize_file(source: Path, target: Path, bits: int) -> None:
     matrices = quantized(stored(params), bits)
     if "embedding" not in matrices:
         raise ModelFileError(f"{source}: rows of {model.config.d_model} numbers do not fit blocks of {BLOCK}.")
-    held = {name: value.restore() for name, value in matrices.items()}
+    held = {name: value.restore() for name, value in matrices.items() if name != COLUMNS}
     rounded = {**stored(params), **{n: v if n == "embedding" else v.T for n, v in held.items()}}
     metadata = {f"fednl.{key}": value for key, value in model.metadata.items()} | {"fednl.quantization": f"int{bits}"}
     ops = QuantizedOps(matrices)

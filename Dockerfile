@@ -20,6 +20,6 @@ VOLUME /srv/state
 USER 10001:10001
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=3s --start-period=10s \
-    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health')"]
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/health/ready')"]
 ENTRYPOINT ["fednl-runtime"]
 CMD ["serve", "--host", "0.0.0.0"]

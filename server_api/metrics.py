@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
@@ -32,7 +33,8 @@ class Meters:
         self.registry = CollectorRegistry()
         self._add_requests()
         self._add_turns()
-        build = {"version": fednl_runtime.__version__, "python": platform.python_version()}
+        build = {name: version(name) for name in ("onnxruntime", "numpy")}
+        build |= {"version": fednl_runtime.__version__, "python": platform.python_version()}
         Info(f"{PREFIX}_build", "The program.", registry=self.registry).info(build)
         model = {"name": served.model, "fingerprint": str(served.meta.get("fingerprint", ""))}
         Info(f"{PREFIX}_model", "The model.", registry=self.registry).info(model)

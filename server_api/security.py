@@ -112,6 +112,15 @@ def load_keys(file: Path) -> list[ApiKey]:
     return keys
 
 
+def add_key(file: Path, key: ApiKey) -> None:
+    """Add a key to a file, which is made if it is not there. Raises KeyFileError if its name is taken."""
+    keys = load_keys(file) if file.exists() else []
+    if key.name in (old.name for old in keys):
+        raise KeyFileError(f"{file} has a key {key.name!r} already; choose another name, or take its line out.")
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as out:
+        out.write(f"{key.line()}\n")
+
+
 def _parsed(file: Path, name: str, value: Any) -> ApiKey:
     fields = value if isinstance(value, Mapping) else {}
     scopes, digest = fields.get("scopes"), fields.get("sha256")

@@ -12,6 +12,7 @@ import openai
 import pytest
 import uvicorn
 from engines import running_engine
+from starlette.types import ASGIApp
 
 from fednl_runtime.engine import Engine, EngineLimits
 from fednl_runtime.server_api.app import create_app
@@ -23,10 +24,14 @@ from fednl_runtime.server_api.transport import Http11
 LIMITS = EngineLimits(slots=2, queue=2, busy_wait_s=0.2, max_prompt_tokens=500, max_tokens=2000)
 
 
-@contextlib.contextmanager
-def serving(engine: Engine, keep_alive_s: float = 15.0, **options: Any) -> Iterator[str]:
+def serving(engine: Engine, keep_alive_s: float = 15.0, **options: Any) -> contextlib.AbstractContextManager[str]:
     """The address of a server around `engine`."""
-    app = create_app(Served(engine, "tiny", 1_700_000_000, keep_alive_s), EdgeOptions(**options))
+    return serving_app(create_app(Served(engine, "tiny", 1_700_000_000, keep_alive_s), EdgeOptions(**options)))
+
+
+@contextlib.contextmanager
+def serving_app(app: ASGIApp) -> Iterator[str]:
+    """The address of a server around an application."""
     server = uvicorn.Server(
         uvicorn.Config(app, http=Http11, log_level="critical", ws="none", timeout_graceful_shutdown=1)
     )
@@ -42,6 +47,12 @@ def serving(engine: Engine, keep_alive_s: float = 15.0, **options: Any) -> Itera
 def serve_fixture() -> Callable[..., contextlib.AbstractContextManager[str]]:
     """Starts a server around an engine of the test's own."""
     return serving
+
+
+@pytest.fixture(name="serve_app")
+def serve_app_fixture() -> Callable[..., contextlib.AbstractContextManager[str]]:
+    """Starts a server around an application of the test's own."""
+    return serving_app
 
 
 @pytest.fixture(name="engine", scope="module")

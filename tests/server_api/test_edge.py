@@ -110,3 +110,98 @@ def test_loopback_hosts_are_known_in_every_spelling(header: str, host: str) -> N
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.2", "example.org", "", "127.0.0.1.example.org"])
 def test_other_hosts_are_not_loopback(host: str) -> None:
     assert not is_loopback(host)
+
+
+def test_named_hosts_are_answered_and_with_keys_no_others_are(engine: Engine, serve: Serve) -> None:
+    with serve(engine, keys=key_ring(KEY, None), allow_hosts=("edge.example",)) as address:
+        for host, status in [("Edge.Example:443", 200), ("127.0.0.1", 200), ("evil.example", 421)]:
+            assert httpx.get(f"{address}/health", headers={"host": host}).status_code == status
+    with serve(engine, allow_hosts=("edge.example",)) as address:
+        assert httpx.get(f"{address}/v1/models", headers={"host": "edge.example"}).status_code == 200
+
+
+def test_pages_of_other_origins_get_nothing_unless_theirs_is_named(engine: Engine, serve: Serve) -> None:
+    asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    with serve(engine) as address:
+        response = httpx.options(f"{address}/v1/completions", headers=asks)
+        assert response.status_code == 405
+        assert "access-control-allow-origin" not in response.headers
+    with serve(engine, keys=key_ring(KEY, None), cors_origins=("https://app.example",)) as address:
+        allowed = httpx.options(f"{address}/v1/completions", headers=asks)
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, asks["origin"])
+        other = httpx.options(f"{address}/v1/completions", headers={**asks, "origin": "https://evil.example"})
+        assert (other.status_code, "access-control-allow-origin" in other.headers) == (400, False)
+        refused = httpx.get(f"{address}/v1/models", headers={"origin": asks["origin"]})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, asks["origin"])
+        assert "x-request-id" in refused.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
+def test_head_is_answered_as_get_is_without_the_body(http: httpx.Client, path: str) -> None:
+    response = http.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+    assert int(response.headers["content-length"]) > 0
+    assert http.get(path).status_code == 200
+
+
+def test_a_wrong_method_is_told_the_right_ones(http: httpx.Client) -> None:
+    response = http.put("/v1/sessions/a", json={})
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert response.headers["allow"] == "GET, PATCH, DELETE"
+    assert http.get("/v1/models/").status_code == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_a_path_that_leads_nowhere_is_404_whatever_the_method(http: httpx.Client, method: str) -> None:
+    response = http.request(method, "/v1/nothing", content=b"x")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("application/json; charset=utf-8", 200), ("application/vnd.x+json", 200), ("text/json", 415), ("multipart", 415)],
+)
+def test_a_body_must_be_said_to_be_json(http: httpx.Client, kind: str, status: int) -> None:
+    response = http.post("/tokenize", content=b'{"content": "a"}', headers={"content-type": kind})
+    assert response.status_code == status
+    if status == 415:
+        assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("given", ["abc-1", "a" * 128])
+def test_a_harmless_request_id_is_kept(http: httpx.Client, given: str) -> None:
+    assert http.get("/v1/models", headers={"x-request-id": given}).headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a" * 129, "-a", '"', "\u00e4".encode()])
+def test_any_other_request_id_is_replaced(http: httpx.Client, given: str | bytes) -> None:
+    assert http.get("/v1/models", headers={"x-request-id": given}).headers["x-request-id"].startswith("req_")
+
+
+def test_a_key_that_asks_too_often_is_told_when_to_come_back(engine: Engine, serve: Serve) -> None:
+    ring = KeyRing(ApiKey(name, frozenset(SCOPES), digest_of(name.encode())) for name in ("a", "b"))
+    with serve(engine, keys=ring, rate=2) as address:
+        answers = [httpx.get(f"{address}/v1/models", headers={"x-api-key": "a"}) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert answers[2].json()["error"]["code"] == "rate_limited"
+        assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+        assert int(answers[2].headers["retry-after-ms"]) <= 30_000
+        for path, key in [("/v1/models", "b"), ("/metrics", "a"), ("/health", "a")]:
+            assert httpx.get(address + path, headers={"x-api-key": key}).status_code == 200
+
+
+def test_one_key_s_session_is_not_there_for_another(engine: Engine, serve: Serve) -> None:
+    ring = KeyRing(ApiKey(name, frozenset(SCOPES), digest_of(name.encode())) for name in ("a", "b"))
+    with serve(engine, keys=ring) as address:
+        body = {"prompt": "a", "max_tokens": 1, "session_id": "owned"}
+        assert httpx.post(f"{address}/v1/completions", json=body, headers={"x-api-key": "a"}).status_code == 200
+        seen = [httpx.get(f"{address}/v1/sessions/owned", headers={"x-api-key": key}).status_code for key in ("a", "b")]
+        assert seen == [200, 404]
+
+
+def test_a_file_may_be_larger_than_other_bodies(engine: Engine, serve: Serve) -> None:
+    with serve(engine, max_body_bytes=10, max_file_bytes=100) as address:
+        url, kind = f"{address}/v1/sessions/import", {"content-type": "application/octet-stream"}
+        assert httpx.post(url, content=b"x" * 50, headers=kind).status_code == 400
+        assert httpx.post(url, content=b"x" * 101, headers=kind).status_code == 413
+        assert httpx.post(url, json={}).status_code == 415

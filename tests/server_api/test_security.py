@@ -35,6 +35,19 @@ def test_two_new_keys_differ_and_json_says_both_halves() -> None:
     assert len({one["key"] for one in made}) == len({one["line"] for one in made}) == 2
 
 
+def test_keys_are_added_to_a_file_that_only_its_owner_reads_and_no_name_twice(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    for name in ("a", "b"):
+        result = CliRunner().invoke(cli, ["keys", "new", "--name", name, "--file", str(file)])
+        caller = key_ring(None, file).caller(result.stdout.strip().encode())
+        assert caller is not None
+        assert caller.key_id == name
+    assert file.stat().st_mode & 0o777 == 0o600
+    again = CliRunner().invoke(cli, ["keys", "new", "--name", "a", "--file", str(file)])
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "already" in again.stderr
+
+
 def test_the_key_of_the_environment_is_good_for_everything_beside_those_of_a_file(tmp_path: Path) -> None:
     secret, key = new_key("a", ["infer"])
     (tmp_path / "keys").write_text(key.line())

@@ -13,7 +13,13 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from fednl_runtime.backend import Backend
-from fednl_runtime.errors import CancelledTurnError, RequestError, RetryMismatchError, VersionConflictError
+from fednl_runtime.errors import (
+    AnswerGoneError,
+    CancelledTurnError,
+    RequestError,
+    RetryMismatchError,
+    VersionConflictError,
+)
 from fednl_runtime.guard import NormCaps
 from fednl_runtime.history import Mark, Start, as_sent, digest, find_start
 from fednl_runtime.receipt import pack, unpack
@@ -239,7 +245,10 @@ class Engine:
         return (yield from self._write(beginning, start, text, request, stop))
 
     def _receipt(self, record: Record, request: TurnRequest) -> Receipt | None:
-        """The receipt of the turn that `request` asks for once more, if it does. Raises RetryMismatchError."""
+        """The receipt of the turn that `request` asks for once more, if it does.
+
+        Raises RetryMismatchError, AnswerGoneError.
+        """
         retry = request.retry
         if retry is None or not request.writes or not (retry.key or retry.again):
             return None
@@ -247,6 +256,10 @@ class Engine:
         if retry.key is not None:
             if receipt is not None and receipt.digest != retry.digest:
                 raise RetryMismatchError("The idempotency key was used with another request; take a new one.")
+            if receipt is not None and not receipt.data:
+                raise AnswerGoneError(
+                    f"The request was learnt as version {receipt.version}; its answer is not kept any more."
+                )
             return receipt
         fresh = receipt is not None and receipt.created > time.time() - RETRY_S
         same = receipt is not None and (receipt.version, receipt.digest) == (record.head.version, retry.digest)

@@ -57,6 +57,10 @@ class RetryMismatchError(FednlError):
     """An idempotency key was used before with another request."""
 
 
+class AnswerGoneError(FednlError):
+    """A turn was committed under this idempotency key, but its answer is not kept any more."""
+
+
 class StoreError(FednlError):
     """The folder that keeps the sessions cannot be used: full, locked, damaged or not allowed."""
 

@@ -20,9 +20,9 @@ from fednl_runtime.session import SessionKey
 
 FORMAT = 1
 RECEIPT_S = 24 * 3600
-"""Seconds for which a committed turn can be asked for again."""
+"""Seconds for which a committed turn is known under its key."""
 MAX_UPDATES = 1000
-"""Entries of a session's provenance log; the oldest go first."""
+"""Entries of a session's provenance log, and its receipts; the oldest go first."""
 SCHEMA = """
 create table session (owner text, id text, head integer not null, settings text not null, created real not null,
   used real not null, primary key (owner, id)) strict, without rowid;
@@ -96,7 +96,8 @@ class Update:
 class Receipt:
     """A committed turn's answer, kept so that a retry gets it again instead of teaching the session twice.
 
-    `digest` is of the request, `retry_key` what its caller named it, if anything; `data` is the answer as JSON.
+    `digest` is of the request, `retry_key` what its caller named it, if anything; `data` is the answer as JSON,
+    empty when it is kept no longer: then a retry cannot be answered, but teaches nothing either.
     """
 
     version: int
@@ -144,10 +145,11 @@ class Records:
         return Record(key, tuple(Mark.from_json(m) for (m,) in marks), Settings(**json.loads(row[0])), *row[1:])
 
     def keys(self, owner: str, after: str, limit: int) -> list[SessionKey]:
-        """The sessions of an owner by name, at most `limit` of those that follow `after`."""
-        query = "select id from session where owner = ? and id > ? order by id limit ?"
+        """The sessions of an owner by name that have not expired, at most `limit` of those that follow `after`."""
+        alive = "ifnull(used + json_extract(settings, '$.ttl_s') >= ?, true)"
+        query = f"select id from session where owner = ? and id > ? and {alive} order by id limit ?"
         with self._read() as db:
-            return [SessionKey(owner, name) for (name,) in db.execute(query, (owner, after, limit))]
+            return [SessionKey(owner, name) for (name,) in db.execute(query, (owner, after, time.time(), limit))]
 
     def expired(self, now: float) -> list[SessionKey]:
         """The sessions that have outlived their time."""
@@ -200,10 +202,7 @@ class Records:
                 db.execute("insert into provenance values (?, ?, ?, ?)", (*key, update.version, _dump(update)))
                 oldest = update.version - MAX_UPDATES
                 db.execute("delete from provenance where owner = ? and id = ? and version <= ?", (*key, oldest))
-            db.execute(
-                "delete from receipt where owner = ? and id = ? and (created < ? or version < ?)",
-                (*key, record.used - RECEIPT_S, min(kept, default=0)),
-            )
+            _forget_receipts(db, record)
             if receipt is not None:
                 values = (receipt.version, receipt.retry_key, receipt.digest, receipt.created, receipt.data)
                 db.execute("insert into receipt values (?, ?, ?, ?, ?, ?, ?)", (*key, *values))
@@ -279,6 +278,17 @@ class Records:
 
 def _connect(path: Path | None) -> sqlite3.Connection:
     return sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+
+
+def _forget_receipts(db: sqlite3.Connection, record: Record) -> None:
+    """Drop the answers of versions that are kept no longer, and what is known of old turns."""
+    oldest = min((mark.version for mark in record.marks), default=0)
+    ours = "where owner = ? and id = ? and"
+    db.execute(
+        f"delete from receipt {ours} (created < ? or version <= ? or (version < ? and retry_key is null))",
+        (*record.key, record.used - RECEIPT_S, record.head.version - MAX_UPDATES, oldest),
+    )
+    db.execute(f"update receipt set data = '' {ours} version < ? and data != ''", (*record.key, oldest))
 
 
 def _dump(value: Any) -> str:

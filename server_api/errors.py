@@ -76,6 +76,7 @@ STATUSES: Mapping[type[Exception], Status] = {
     errors.VersionConflictError: Status(409, code="session_version_conflict", retry=False),
     RequestNotFoundError: Status(404, code="request_not_found"),
     errors.CancelledTurnError: Status(409, code="cancelled", retry=False),
+    errors.AnswerGoneError: Status(409, code="answer_gone", retry=False),
     errors.SessionBusyError: Status(409, code="session_busy", retry=True),
     errors.QueueFullError: Status(429, "rate_limit_error", "queue_full", retry=True),
     errors.SessionLimitError: Status(429, "rate_limit_error", "session_limit", retry=False),

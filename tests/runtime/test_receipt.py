@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from turns import TEXT, ask, head, outcome_of, say, started, tokens_of
 
-from fednl_runtime.engine import RETRY_S, Engine
-from fednl_runtime.errors import RetryMismatchError
+from fednl_runtime.engine import RETRY_S, Engine, EngineLimits
+from fednl_runtime.errors import AnswerGoneError, RetryMismatchError
 from fednl_runtime.receipt import pack, unpack
 from fednl_runtime.records import RECEIPT_S
 from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.session import SessionKey
+from fednl_runtime.store import StoreLimits
 from fednl_runtime.turn import PromptEvent, Retry, TokenEvent, TurnReport
 
 KEYED = Retry("digest", "key")
@@ -65,6 +66,18 @@ def test_a_key_is_answered_again_after_other_turns(engine: Engine) -> None:
     again, report = say(engine, retry=KEYED)
     assert tokens_of(again) == tokens_of(events)
     assert (report.version, engine.sessions.get(SessionKey("", "a")).head.version) == (1, 2)
+
+
+def test_a_key_whose_answer_went_with_its_version_is_refused_and_teaches_nothing() -> None:
+    with running_engine(EngineLimits(store=StoreLimits(versions=2))) as engine:
+        say(engine, retry=KEYED)
+        for number in range(3):
+            say(engine, retry=Retry("other", f"other {number}"))
+        with pytest.raises(AnswerGoneError, match="version 1"):
+            say(engine, retry=KEYED)
+        with pytest.raises(RetryMismatchError):
+            say(engine, retry=Retry("another", "key"))
+        assert committed(engine, "a").version == 4
 
 
 def test_a_key_used_for_another_request_is_refused(engine: Engine) -> None:

@@ -138,13 +138,22 @@ def test_a_receipt_is_forgotten_after_a_day(records: Records) -> None:
     assert records.receipt(KEY, "k") is None
 
 
-def test_receipts_go_with_the_versions_they_belong_to(records: Records) -> None:
+def test_answers_go_with_their_versions_and_keys_stay(records: Records) -> None:
     for version in range(1, 6):
         records.commit(
-            record(*range(max(1, version - 1), version + 1)), update(version), receipt(version, f"k{version}")
+            record(*range(max(1, version - 1), version + 1)),
+            update(version),
+            receipt(version, f"k{version}" if version != 2 else None),
         )
     with records._read() as db:
-        assert db.execute("select version from receipt order by version").fetchall() == [(4,), (5,)]
+        told = db.execute("select version, data from receipt order by version").fetchall()
+    assert told == [(1, ""), (3, ""), (4, "[]"), (5, "[]")]
+
+
+def test_the_receipts_of_a_session_are_bounded(records: Records) -> None:
+    for version in (1, 2, MAX_UPDATES + 1):
+        records.commit(record(version), update(version), receipt(version, f"k{version}"))
+    assert [records.receipt(KEY, f"k{version}") is None for version in (1, 2)] == [True, False]
 
 
 def test_the_provenance_log_is_bounded(records: Records) -> None:

@@ -26,6 +26,7 @@ from fednl_runtime.fed_sync.tables import (
     Version,
 )
 
+PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON")
 READ = "fednl_read"
 """The option of SQLite's connections that only read."""
 BUSY_S = 30
@@ -242,7 +243,7 @@ def _options(url: str) -> dict[str, Any]:
 def _prepare_sqlite(connection: Any, _: Any) -> None:
     """Write-ahead log, and a commit that is on the disk when it returns."""
     connection.isolation_level = None  # the driver leaves BEGIN to us
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for pragma in PRAGMAS:
         connection.execute(f"PRAGMA {pragma}")
 
 

@@ -45,6 +45,16 @@ class OneTimeScale(Hope):
             bias.fill_(float(torch.logit(retention)))
 
 
+class EagerCms(Hope):
+    """CMS levels begin with larger steps and slower forgetting, so that learning outweighs decay."""
+
+    def __init__(self, config: HopeConfig, compute: torch.dtype | None = None) -> None:
+        super().__init__(config, compute)
+        for block in self.layers:
+            block.cms_step.data.fill_(2.0)
+            block.cms_decay.data.fill_(6.0)
+
+
 class NormalisedSteps(Hope):
     """A CMS level's step is divided by |G|, not by its period: as large as is stable whatever the keys."""
 
@@ -122,6 +132,7 @@ def variants() -> dict[str, Variant]:
         "without_cms_4096": Variant(base, silent(2)),
         "one_cms_level": Variant(dataclasses.replace(base, cms_periods=(64,), d_cms=288)),
         "taught_cms": Variant(base, Taught),
+        "eager_cms": Variant(base, EagerCms),
         "normalised_cms": Variant(base, NormalisedSteps),
         **{f"chunk_{n}": Variant(dataclasses.replace(base, memory_period=n)) for n in (16, 32, 128)},
         "without_decay": Variant(dataclasses.replace(base, log_alpha_min=0.0)),

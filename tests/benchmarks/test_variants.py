@@ -11,7 +11,7 @@ from descent import Descent, descend
 from models import TINY, random_tokens
 from taught import Taught
 from torch import Tensor
-from variants import NormalisedSteps, OneTimeScale, silent, static, variants
+from variants import EagerCms, NormalisedSteps, OneTimeScale, silent, static, variants
 
 from fednl_runtime.config import MEMORIES, HopeConfig
 from fednl_runtime.hope import Hope
@@ -102,6 +102,17 @@ def test_taught_levels_learn_from_the_next_tokens_only():
     model.embedding.data[:, 0] = 1e-3  # all tokens alike: the gradients along the other directions are zero
     _, state = model.loss(tokens[:, :-1], tokens[:, 1:], model.zeros())
     assert state["0.cms_f"][..., 1:].abs().max() < 1e-6
+
+
+def test_an_eager_level_learns_faster_than_it_forgets():
+    """Keys of rank r fill G / C with about 1 / r, so a chunk learns eps / r of the way and forgets 1 - lambda."""
+    block = EagerCms(CONFIG).layers[0]
+    learns = torch.sigmoid(block.cms_step) / CONFIG.cms_rank
+    forgets = 1 - torch.sigmoid(block.cms_decay)
+    assert (learns > 10 * forgets).all()
+    assert (
+        torch.sigmoid(Hope(CONFIG).layers[0].cms_step) / 32 < 1 - torch.sigmoid(Hope(CONFIG).layers[0].cms_decay)
+    ).all()
 
 
 def test_every_arm_builds_its_model():

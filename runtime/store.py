@@ -95,8 +95,11 @@ class SessionStore:
 
     def find(self, key: SessionKey) -> Record:
         """What is known of a session; an empty record if it does not exist or has outlived its time."""
-        self._expire(key)
-        return self._records.get(key) or Record(key, settings=Settings(ttl_s=self._limits.ttl_s))
+        record = self._records.get(key)
+        if record is not None and record.expired(time.time()):
+            self._expire(key)
+            record = self._records.get(key)
+        return record or Record(key, settings=Settings(ttl_s=self._limits.ttl_s))
 
     def get(self, key: SessionKey) -> Record:
         """What is known of a session. Raises SessionNotFoundError."""

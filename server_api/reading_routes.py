@@ -70,9 +70,9 @@ async def turn_on(session_id: str, body: TextRequest, request: Request) -> TurnR
     engine, key = served_by(request).engine, key_of(session_id, request)
     await asyncio.to_thread(store_of(request).get, key)
     content = body.content()
-    tokens = tuple(await asyncio.to_thread(engine.tokenizer.encode, content)) if isinstance(content, str) else content
-    turn = TurnRequest(tokens, READ_ONLY, key.id, owner=key.owner, request_id=request.state.request_id)
     with naming({"prompt": "text" if isinstance(content, str) else "tokens"}):
+        encoded = await asyncio.to_thread(engine.tokenizer.encode, content) if isinstance(content, str) else content
+        turn = TurnRequest(tuple(encoded), READ_ONLY, key.id, owner=key.owner, request_id=request.state.request_id)
         engine.check(turn)
     return turn
 

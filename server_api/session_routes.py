@@ -38,6 +38,8 @@ from fednl_runtime.store import SessionStore
 router = APIRouter(prefix="/v1/sessions")
 Limit = Annotated[int, Query(ge=1, le=1000)]
 OCTETS = "application/octet-stream"
+MAX_VERSION = 2**63 - 1
+"""The largest that the database can be asked for."""
 
 
 def store_of(request: Request) -> SessionStore:
@@ -164,7 +166,7 @@ def export_session(session_id: str, request: Request) -> Response:
 
 @router.get("/{session_id}/updates")
 def list_updates(
-    session_id: str, request: Request, limit: Limit = 100, after: Annotated[int, Query(ge=-1)] = -1
+    session_id: str, request: Request, limit: Limit = 100, after: Annotated[int, Query(ge=-1, le=MAX_VERSION)] = -1
 ) -> Response:
     """What made each version and how much was learnt, oldest first, those above version `after`."""
     updates = store_of(request).updates(key_of(session_id, request), after, limit + 1)

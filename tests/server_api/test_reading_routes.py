@@ -110,11 +110,13 @@ def test_an_ingest_under_the_same_key_is_learnt_once(http):
         ({"text": "x" * 600}, "text"),
         ({"tokens": ["a"]}, "tokens"),
         ({"text": "a", "learn": False}, "learn"),
+        ({"text": "\ud800"}, "text"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_both_routes(http, body, param):
     for route in ("ingest", "score"):
-        response = http.post(f"/v1/sessions/a/{route}", json=body)
+        headers = {"content-type": "application/json"}
+        response = http.post(f"/v1/sessions/a/{route}", content=json.dumps(body), headers=headers)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 

@@ -345,3 +345,41 @@ def test_the_server_sweeps_from_its_start(serve: Serve):
         engine.sessions.create(SessionKey("", "a"), Settings(ttl_s=1e-9))
         with serve(engine):
             until(lambda: not engine.sessions.stats()["sessions"])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/updates?after=99999999999999999999", None),
+        ("GET", "/updates?after=-2", None),
+        ("PATCH", "", '{"ttl_s": 1e400}'),
+        ("PATCH", "", '{"ttl_s": 1' + "0" * 400 + "}"),
+        ("PATCH", "", '{"ttl_s": NaN}'),
+        ("POST", "/rollback", '{"turns": 1.5}'),
+        ("POST", "/ingest", '{"tokens": [99999999999999999999]}'),
+        ("POST", "/ingest", '{"text": "a", "session_version": "1"}'),
+        ("POST", "/snapshots", '{"name": "\\ud800"}'),
+        ("POST", "/snapshots", "[]"),
+        ("POST", "/score", '{"text": "\\ud800"'),
+    ],
+)
+def test_numbers_and_text_that_cannot_be_are_refused_and_nothing_breaks(http, method, path, body):
+    create(http, id="a")
+    headers = {"content-type": "application/json"}
+    response = http.request(method, f"/v1/sessions/a{path}", content=body, headers=headers)
+    assert response.status_code == 400, response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/rollback", '{"version": 99999999999999999999}', 404),
+        ("/rollback", '{"snapshot": "\\ud800"}', 404),
+        ("/rollback", '{"turns": 99999999999999999999}', 404),
+        ("/ingest", '{"text": "a", "session_version": 99999999999999999999}', 409),
+    ],
+)
+def test_a_strange_number_or_character_has_the_answer_of_a_plain_one(http, path, body, status):
+    create(http, id="a")
+    response = http.post(f"/v1/sessions/a{path}", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == status, response.text

@@ -117,15 +117,21 @@ def serve_fleet(
 
 def first_rules(fleet: Fleet, rules: Path | None, model: Path | None) -> RuleSet | None:
     """The rules that were named, those of a model for a population that is new, None otherwise."""
-    from fednl_runtime.gradient_backend import load_gradients
-    from fednl_runtime.model_file import default_model_path
     from fednl_runtime.rules import load_rules
 
     if rules is not None:
         return load_rules(rules)[0]
     with fleet.repository.read() as records:
         known = records.has_population(fleet.population)
-    return None if known and model is None else load_gradients(model or default_model_path()).defaults
+    return None if known and model is None else model_rules(model)
+
+
+def model_rules(model: Path | None) -> RuleSet:
+    """The rules that a model file holds, by default the shipped one. Raises RulesError."""
+    from fednl_runtime.gradient_backend import load_gradients
+    from fednl_runtime.model_file import default_model_path
+
+    return load_gradients(model or default_model_path()).defaults
 
 
 def policy_of(settings: Mapping[str, Any]) -> Policy:

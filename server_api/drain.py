@@ -15,6 +15,8 @@ from fednl_runtime.server_api.transport import Http11
 
 LAST_WORDS_S = 1
 """Seconds for requests that were told to stop to say so to their clients."""
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection is kept: more than clients keep it, so that none sends into one that just closed."""
 
 
 class DrainingServer(uvicorn.Server):
@@ -30,6 +32,7 @@ class DrainingServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=LAST_WORDS_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             ssl_certfile=certificate,
             ssl_keyfile=key,
         )

@@ -101,6 +101,12 @@ def test_what_runs_too_long_or_is_not_to_be_waited_for_is_rolled_back_and_told(s
             running.engine.sessions.get(SessionKey("", "s"))
 
 
+def test_an_idle_connection_is_kept_for_longer_than_clients_keep_it() -> None:
+    with draining_server(drain_s=0) as running:
+        assert running.server.config.timeout_keep_alive > 60
+        running.signal()
+
+
 def test_a_server_without_work_stops_at_once() -> None:
     with within(1.5), draining_server(drain_s=60) as running:
         running.signal()

@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 
 from fednl_runtime.engine import EngineLimits
 from fednl_runtime.sampling import MAX_BIAS, MAX_LOGPROBS, MAX_STOPS, RANGES, SamplingParams
-from fednl_runtime.server_api.app import ROUTES
 from fednl_runtime.server_api.answers import session_object
+from fednl_runtime.server_api.app import ROUTES
 from fednl_runtime.server_api.edge import MAX_BODY_BYTES
 from fednl_runtime.server_api.errors import CODES, INTERNAL, STATUSES
 from fednl_runtime.server_api.schemas import CompletionRequest

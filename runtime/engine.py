@@ -37,6 +37,8 @@ from fednl_runtime.turn import Beginning, Ending, PromptEvent, Steps, TokenEvent
 Event: TypeAlias = PromptEvent | TokenEvent | TurnReport
 RETRY_S = 600
 """Seconds within which a request that its client sends again without a key is taken for the same one."""
+MAX_ANSWER = 1 << 20
+"""Characters of the largest answer that is kept for a retry: 8,000 tokens, or 1,500 with 20 logprobs each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Outcome:
     report: TurnReport
     after: Session | None = None
     mark: Mark | None = None
-    receipt: Receipt | None = None
+    events: tuple[PromptEvent | TokenEvent, ...] = ()
+    """What a retry is answered with."""
     frozen: bool = False
     text: tuple[int, ...] = ()
     """Tokens that the turn read and chose."""
@@ -212,7 +215,7 @@ class Engine:
             frozen=outcome.frozen,
             request_id=request.request_id,
         )
-        self.sessions.commit(outcome.after, mark, update, outcome.receipt, outcome.text)
+        self.sessions.commit(outcome.after, mark, update, _receipt_of(request, outcome, mark), outcome.text)
         return report
 
     def shutdown(self) -> None:
@@ -253,17 +256,17 @@ class Engine:
         if retry is None or not request.writes or not (retry.key or retry.again):
             return None
         receipt = self.sessions.receipt(record.key, retry.key)
-        if retry.key is not None:
-            if receipt is not None and receipt.digest != retry.digest:
-                raise RetryMismatchError("The idempotency key was used with another request; take a new one.")
-            if receipt is not None and not receipt.data:
-                raise AnswerGoneError(
-                    f"The request was learnt as version {receipt.version}; its answer is not kept any more."
-                )
-            return receipt
-        fresh = receipt is not None and receipt.created > time.time() - RETRY_S
-        same = receipt is not None and (receipt.version, receipt.digest) == (record.head.version, retry.digest)
-        return receipt if fresh and same else None
+        if receipt is None:
+            return None
+        if retry.key is not None and receipt.digest != retry.digest:
+            raise RetryMismatchError("The idempotency key was used with another request; take a new one.")
+        fresh = receipt.created > time.time() - RETRY_S
+        same = (receipt.version, receipt.digest) == (record.head.version, retry.digest)
+        if retry.key is None and not (fresh and same):
+            return None
+        if not receipt.data:
+            raise AnswerGoneError(f"The request was learnt as version {receipt.version}; its answer is not kept.")
+        return receipt
 
     def _begin(self, record: Record, start: Start, prompt: tuple[int, ...], text: bytes) -> Beginning:
         """The memory a turn begins with, and what it has still to read."""
@@ -309,8 +312,13 @@ class Engine:
             prompt_digest=digest(read),
             created=now,
         )
-        retry = request.retry
-        receipt = None
-        if retry is not None:
-            receipt = Receipt(after.version, retry.digest, pack(events, report), retry.key, now)
-        return Outcome(report, after, mark, receipt, beginning.frozen, (*ending.prompt, *ending.answer))
+        return Outcome(report, after, mark, tuple(events), beginning.frozen, (*ending.prompt, *ending.answer))
+
+
+def _receipt_of(request: TurnRequest, outcome: Outcome, mark: Mark) -> Receipt | None:
+    """What a retry of a turn will be answered with, if it can be told from a new one."""
+    retry = request.retry
+    if retry is None:
+        return None
+    answer = pack(outcome.events, outcome.report)
+    return Receipt(mark.version, retry.digest, answer if len(answer) <= MAX_ANSWER else "", retry.key, mark.created)

@@ -58,7 +58,7 @@ class RetryMismatchError(FednlError):
 
 
 class AnswerGoneError(FednlError):
-    """A turn was committed under this idempotency key, but its answer is not kept any more."""
+    """A turn was committed under this key, but its answer is not kept: it was too long, or went with its version."""
 
 
 class StoreError(FednlError):

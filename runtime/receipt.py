@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +11,7 @@ from fednl_runtime.turn import Alternatives, PromptEvent, TokenEvent, TurnReport
 
 def pack(events: Iterable[PromptEvent | TokenEvent], report: TurnReport) -> str:
     """The events of a turn and its report as JSON."""
-    return json.dumps([*map(dataclasses.asdict, events), dataclasses.asdict(report)])
+    return json.dumps([*map(vars, events), vars(report)])
 
 
 def unpack(text: str) -> tuple[list[PromptEvent | TokenEvent], TurnReport]:

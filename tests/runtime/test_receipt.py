@@ -80,6 +80,17 @@ def test_a_key_whose_answer_went_with_its_version_is_refused_and_teaches_nothing
         assert committed(engine, "a").version == 4
 
 
+@pytest.mark.parametrize("retry", [KEYED, Retry("digest", again=True)])
+def test_an_answer_too_long_to_keep_is_not_given_again_and_teaches_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, retry: Retry
+) -> None:
+    monkeypatch.setattr("fednl_runtime.engine.MAX_ANSWER", 100)
+    say(engine, retry=Retry("digest", retry.key))
+    with pytest.raises(AnswerGoneError, match="version 1"):
+        say(engine, retry=retry)
+    assert committed(engine, "a").version == 1
+
+
 def test_a_key_used_for_another_request_is_refused(engine: Engine) -> None:
     say(engine, retry=KEYED)
     with pytest.raises(RetryMismatchError, match="another request"):

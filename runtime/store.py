@@ -74,7 +74,8 @@ class SessionStore:
         self._form, self._limits, self._journal = form, limits, journal
         self._capacity = limits.resident_bytes if folder is None else limits.stored_bytes
         self._files: StateFiles = MemoryFiles() if folder is None else DiskFiles(folder)
-        self._resident = Resident(limits.resident_bytes)
+        # Without a folder the files lie in memory themselves, and take all of its room.
+        self._resident = Resident(0 if folder is None else limits.resident_bytes)
         self._lock = threading.Lock()
         self._writers = sorted((threading.RLock() for _ in range(STRIPES)), key=id)
         self._counts: collections.defaultdict[str, float] = collections.defaultdict(float)

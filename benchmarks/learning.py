@@ -37,9 +37,11 @@ def open_model(model: Path | None) -> tuple[OnnxBackend, Tokenizer]:
 
 
 def texts_of(tokenizer: Tokenizer, files: tuple[Path, ...], length: int) -> list[Tokens]:
-    """The first tokens of each file that has as many."""
-    texts = [read_tokens(tokenizer, file) for file in files]
-    return [text[:length] for text in texts if len(text) >= length]
+    """The first tokens of each file that has as many. Raises click.UsageError if none has."""
+    texts = [text[:length] for file in files if len(text := read_tokens(tokenizer, file)) >= length]
+    if not texts:
+        raise click.UsageError(f"None of the files has {length:,} tokens.")
+    return texts
 
 
 def name_of(file: Path) -> str:

@@ -114,3 +114,12 @@ def test_the_streams_command_prints_one_json_object_last(tmp_path):
     assert set(report["files"]["text"]) == {str(tokens - 1)}
     assert report["lengths"] == {}
     assert (tmp_path / "p.png").stat().st_size > 0
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the hello")
+    model = write_tiny_model(tmp_path / "tiny.onnx")
+    result = CliRunner().invoke(main, ["needles", str(text), "--model", str(model)])
+    assert result.exit_code == 2
+    assert "None of the files has 32,768 tokens" in result.output

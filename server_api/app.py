@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from fednl_runtime.server_api import (
     openai_routes,
+    openapi,
     ops_routes,
     reading_routes,
     request_routes,
@@ -25,7 +26,7 @@ from fednl_runtime.server_api.running import RunningRequests
 from fednl_runtime.server_api.served import Served
 from fednl_runtime.server_api.sweeper import sweeping
 
-ROUTES = (openai_routes, session_routes, reading_routes, request_routes, tool_routes, ops_routes, ui)
+ROUTES = (openai_routes, session_routes, reading_routes, request_routes, tool_routes, ops_routes, openapi, ui)
 """The modules whose routes the server has."""
 
 

@@ -60,7 +60,7 @@ async def completion_plan(engine: Engine, body: CompletionRequest, request: Requ
     body.check_supported()
     prompts = body.prompts()
     n = body.choices(len(prompts))
-    turn = turn_of(body, request, body.sampling(), learn=True, mode="append")
+    turn = turn_of(body, request, body.sampling(engine.limits.max_tokens), learn=True, mode="append")
     turn = dataclasses.replace(turn, score_prompt=bool(body.echo))
     tokens = await asyncio.to_thread(encode, engine, prompts)
     return plan_of(engine, Plan(turns_of(turn, tokens, n), CompletionShape(), n), body)
@@ -71,7 +71,8 @@ async def chat_plan(served: Served, body: ChatRequest, request: Request) -> Plan
     body.check_supported()
     messages, n = body.conversation(), body.choices()
     learn = not is_background_task(messages)
-    turn = turn_of(body, request, body.sampling(served.template.stop), learn, mode="auto")
+    params = body.sampling(served.template.stop, served.engine.limits.max_tokens)
+    turn = turn_of(body, request, params, learn, mode="auto")
     with naming({"prompt": "messages"}):
         tokens = await asyncio.to_thread(lambda: encode(served.engine, [served.template.render(messages)]))
         return plan_of(served.engine, Plan(turns_of(turn, tokens, n), ChatShape(), n), body)

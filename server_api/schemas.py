@@ -104,7 +104,7 @@ class TurnFields(BaseModel):
         """Whether a stream is to end with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def common_sampling(self, stop: tuple[str, ...] = (), **more: Any) -> SamplingParams:
+    def common_sampling(self, stop: tuple[str, ...] = (), **more: int | None) -> SamplingParams:
         """The sampling parameters asked for, the defaults where none are. Raises RequestError."""
         given = {name: getattr(self, name) for name in SAMPLING} | more
         asked = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -133,11 +133,15 @@ class CompletionRequest(TurnFields):
     best_of: int | None = None
     suffix: str | None = None
 
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters asked for, the defaults where none are. Raises RequestError."""
+    def sampling(self, most: int) -> SamplingParams:
+        """The sampling parameters asked for, the defaults where none are. Raises RequestError.
+
+        `most` is the largest number of tokens that the server lets a client ask for.
+        """
         if self.logprobs is not None and self.logprobs > MAX_COMPLETION_LOGPROBS:
             raise RequestError(f"logprobs is {self.logprobs}; at most {MAX_COMPLETION_LOGPROBS}.", "logprobs")
-        return self.common_sampling(max_tokens=self.max_tokens, logprobs=self.logprobs)
+        max_tokens = min(most, SamplingParams.max_tokens) if self.max_tokens is None else self.max_tokens
+        return self.common_sampling(max_tokens=max_tokens, logprobs=self.logprobs)
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts asked for, each as text or as token ids; one empty prompt if none. Raises RequestError."""

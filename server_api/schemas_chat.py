@@ -89,15 +89,19 @@ class ChatRequest(TurnFields):
         """The messages, each with role and content as text. Raises RequestError."""
         return conversation(self.messages)
 
-    def sampling(self, stop: tuple[str, ...]) -> SamplingParams:
-        """The sampling parameters asked for, with the template's own stop strings. Raises RequestError."""
-        return self.common_sampling(stop, max_tokens=self._max_tokens(), logprobs=self._logprobs())
+    def sampling(self, stop: tuple[str, ...], most: int) -> SamplingParams:
+        """The sampling parameters asked for, with the template's own stop strings. Raises RequestError.
 
-    def _max_tokens(self) -> int:
+        `most` is the largest number of tokens that the server lets a client ask for.
+        """
+        max_tokens = min(most, DEFAULT_MAX_TOKENS) if self._max_tokens() is None else self._max_tokens()
+        return self.common_sampling(stop, max_tokens=max_tokens, logprobs=self._logprobs())
+
+    def _max_tokens(self) -> int | None:
         named = [value for value in (self.max_completion_tokens, self.max_tokens) if value is not None]
         if len(set(named)) > 1:
             raise RequestError("max_tokens and max_completion_tokens differ; send one of them.", "max_tokens")
-        return named[0] if named else DEFAULT_MAX_TOKENS
+        return named[0] if named else None
 
     def _logprobs(self) -> int | None:
         wanted = self.top_logprobs or 0

@@ -43,7 +43,7 @@ def serving_app(app: ASGIApp) -> Iterator[str]:
         thread.join(60)
 
 
-@pytest.fixture(name="serve")
+@pytest.fixture(name="serve", scope="session")
 def serve_fixture() -> Callable[..., contextlib.AbstractContextManager[str]]:
     """Starts a server around an engine of the test's own."""
     return serving

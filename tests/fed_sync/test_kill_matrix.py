@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -157,14 +158,14 @@ def postgres_fixture() -> Iterator[str]:
         shutil.chown(folder, user)
     options = {"user": user, "cwd": folder, "capture_output": True, "check": True}
     subprocess.run([programs / "initdb", "-D", folder / "data", "-A", "trust", "-U", "fleet", "-E", "UTF8"], **options)
-    command = [programs / "postgres", "-D", folder / "data", "-k", folder, "-c", "listen_addresses="]
+    command = [programs / "postgres", "-D", folder / "data", "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
     server = subprocess.Popen(command, user=user, cwd=folder, stderr=subprocess.DEVNULL)
     try:
         until(lambda: list(folder.glob(".s.PGSQL.*")))
         time.sleep(0.5)
         yield f"postgresql+psycopg://fleet@/{{}}?host={folder}"
     finally:
-        server.send_signal(signal.SIGINT)  # at once, not when the last client has gone
+        server.send_signal(signal.SIGQUIT)  # at once: nobody needs its data any more
         server.wait(timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -202,3 +203,33 @@ def test_every_crash_point_of_the_code_is_in_the_matrix():
     text = "".join(path.read_text() for path in (Path(__file__).parents[2] / "fed_sync").glob("*.py"))
     assert set(re.findall(r'crash_point\("((?:update|close)\.\w+)"\)', text)) == set(POINTS)
     assert SCHEMA.size > 0
+
+
+def test_two_endpoints_on_one_postgres_count_each_update_once(tmp_path, postgres):
+    RULES.save(tmp_path / "rules.safetensors")
+    database = new_database(postgres, "shared")
+    servers = [Server(tmp_path, database, None) for _ in range(2)]
+    tokens = [*servers[0].tokens(), *servers[1].tokens()]
+
+    def take_part(number: int) -> None:
+        """Enrol at one endpoint and send one update to both."""
+        callers = [Caller(f"http://127.0.0.1:{server.port}", number + 1, time.time) for server in servers]
+        callers[number % 2].enrol(tokens[number])
+        name, body = new_update_id(time.time()), body_of(update_of(number))
+        for caller in (callers[number % 2], callers[1 - number % 2]):
+            answer = caller.put(name, body)
+            assert answer.status_code in (200, 201), answer.text
+        for caller in callers:
+            caller.http.close()
+
+    try:
+        with ThreadPoolExecutor(2 * CLIENTS) as pool:
+            list(pool.map(take_part, range(2 * CLIENTS)))
+        with Caller(f"http://127.0.0.1:{servers[1].port}", 1, time.time) as caller:
+            told = caller.get("rounds").json()
+    finally:
+        for server in servers:
+            server.stop()
+    members = [version["members"] for version in told["versions"]]
+    assert sum(members) + told["open"]["pending"] == 2 * CLIENTS
+    assert members[0] >= CLIENTS

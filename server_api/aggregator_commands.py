@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,9 +160,10 @@ def policy_of(settings: Mapping[str, Any]) -> Policy:
 
 
 def run(app: Any, sock: Any) -> None:
-    """Serve until SIGINT or SIGTERM; requests under way are answered first."""
+    """Serve until SIGINT or SIGTERM; requests under way are answered first, and SIGTERM exits with 0."""
     import uvicorn
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=10, server_header=False)
     uvicorn.Server(config).run(sockets=[sock])
 

@@ -20,8 +20,8 @@ class Answer(BaseModel):
 
 def definitions(models: Iterable[type[Answer]]) -> dict[str, Any]:
     """The schemas of answers and of all they consist of, by name."""
-    wanted = [(model, "serialization") for model in dict.fromkeys(models)]
-    return models_json_schema(wanted, ref_template=REFERENCE)[1]["$defs"]
+    _, defined = models_json_schema([(m, "serialization") for m in dict.fromkeys(models)], ref_template=REFERENCE)
+    return defined["$defs"]
 
 
 class ErrorDetail(Answer):

@@ -33,12 +33,15 @@ def turn_of(body: TurnFields, request: Request, params: SamplingParams, learn: L
     """The turn that a request asks for, without its prompt; `learn` and `mode` hold if it does not say.
 
     Raises:
-        RequestError: a session or a key that is not well formed, or two different sessions.
+        RequestError: a session or a key that is not well formed, two different sessions, or the version of none.
     """
+    session_id = session_of(body, request)
+    if body.session_version is not None and session_id is None:
+        raise RequestError("session_version needs a session; name it by session_id.", "session_version")
     return TurnRequest(
         prompt=(),
         params=params,
-        session_id=session_of(body, request),
+        session_id=session_id,
         learn=learn if body.learn is None else body.learn,
         owner=owner_of(request),
         mode=body.session_mode or mode,

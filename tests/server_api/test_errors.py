@@ -21,6 +21,7 @@ from fednl_runtime.errors import SessionNotFoundError
 from fednl_runtime.guard import NormCaps
 from fednl_runtime.server_api.errors import STATUSES, GenerationError, ModelNotFoundError, describe
 from fednl_runtime.server_api.schemas import KINDS, CompletionRequest
+from fednl_runtime.server_api.schemas_chat import ROLES, ChatRequest
 from fednl_runtime.server_api.streaming import sse
 from fednl_runtime.state_file import StateFormat
 from fednl_runtime.store import StoreLimits
@@ -87,6 +88,7 @@ def check_shape(response: httpx.Response, status: int, code: str | None = None, 
         ({"learn": "yes"}, "learn"),
         ({"session_mode": "both"}, "session_mode"),
         ({"session_version": 1.5}, "session_version"),
+        ({"session_version": 1}, "session_version"),
         ({"on_disconnect": "keep"}, "on_disconnect"),
         ({"leran": False}, "leran"),
     ],
@@ -143,14 +145,29 @@ JSON = st.recursive(
     lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text("ab"), x, max_size=2),
     max_leaves=4,
 )
-FIELDS = st.sampled_from([f for f in CompletionRequest.model_fields if f not in ("stream", "session_id")])
+HELD = ("stream", "session_id")
+BODIES = st.dictionaries(
+    st.sampled_from([f for f in CompletionRequest.model_fields if f not in HELD]), JSON, max_size=4
+)
+MESSAGE = st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls"]), st.sampled_from(ROLES) | JSON)
+CHATS = st.dictionaries(
+    st.sampled_from([f for f in ChatRequest.model_fields if f not in HELD]),
+    st.lists(MESSAGE, max_size=2) | JSON,
+    max_size=4,
+)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(FIELDS, JSON, max_size=4))
+@given(BODIES | CHATS)
 def test_any_body_is_answered_or_refused_in_the_one_shape(http: httpx.Client, body: dict[str, Any]) -> None:
-    content = json.dumps({"max_tokens": 1, **body})
-    response = http.post(URL, content=content, headers={"content-type": "application/json"})
+    hello = {"messages": [{"role": "user", "content": "a"}]}
+    for url, needed in ((URL, {}), ("/v1/chat/completions", hello)):
+        check_any(http, url, {"max_tokens": 1, **needed, **body})
+
+
+def check_any(http: httpx.Client, url: str, body: dict[str, Any]) -> None:
+    """Assert that a body is answered, or refused in the one shape."""
+    response = http.post(url, content=json.dumps(body), headers={"content-type": "application/json"})
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         assert list(response.json()["error"]) == ["message", "type", "param", "code"]

@@ -10,12 +10,15 @@ from engines import running_engine
 from fastapi.routing import APIRoute
 
 from fednl_runtime.engine import EngineLimits
-from fednl_runtime.sampling import MAX_BIAS, MAX_LOGPROBS, MAX_STOPS, RANGES, SamplingParams
+from fednl_runtime.sampling import MAX_BIAS, MAX_LOGPROBS, RANGES, SamplingParams
 from fednl_runtime.server_api.answers import session_object
 from fednl_runtime.server_api.app import ROUTES
+from fednl_runtime.server_api.chat_template import PLAIN_NOTE, ChatTemplate
 from fednl_runtime.server_api.edge import MAX_BODY_BYTES
 from fednl_runtime.server_api.errors import CODES, INTERNAL, STATUSES
-from fednl_runtime.server_api.schemas import CompletionRequest
+from fednl_runtime.server_api.schemas import MAX_COMPLETION_LOGPROBS, MAX_STOPS, CompletionRequest
+from fednl_runtime.server_api.schemas_chat import DEFAULT_MAX_TOKENS, ChatRequest
+from fednl_runtime.server_api.turn_of import SESSION_HEADERS
 from fednl_runtime.turn import TurnReport, TurnRequest
 
 PAGE = (Path(__file__).parents[2] / "docs/http.md").read_text()
@@ -43,12 +46,36 @@ def test_the_page_lists_every_field() -> None:
     assert sorted(listed) == sorted(CompletionRequest.model_fields)
 
 
+def test_the_page_lists_every_field_of_a_chat_that_is_new_or_differs() -> None:
+    listed = {name for row in rows("Chat completions") for name in names(row[0])}
+    gone = set(CompletionRequest.model_fields) - set(ChatRequest.model_fields)
+    assert gone == {"prompt", "echo", "best_of", "suffix"}
+    assert (
+        set(ChatRequest.model_fields) - set(CompletionRequest.model_fields) <= listed <= set(ChatRequest.model_fields)
+    )
+    assert f"0 to {MAX_LOGPROBS}" in SECTIONS["Chat completions"]
+    assert f"{DEFAULT_MAX_TOKENS}, or" in SECTIONS["Chat completions"]
+
+
+def test_the_page_shows_the_plain_template_and_names_its_note() -> None:
+    text = "A street in Verona."
+    talk = [("system", text), ("user", "Who's there?"), ("assistant", "A friend.")]
+    shown = ChatTemplate().render([{"role": role, "content": content} for role, content in talk])
+    assert shown.removesuffix("ASSISTANT.\n") in SECTIONS["Chat completions"]
+    assert PLAIN_NOTE in SECTIONS["Chat completions"].replace("\n", " ")
+
+
+def test_the_page_names_every_header_that_names_a_session() -> None:
+    listed = {name.lower() for name in names(SECTIONS["Sessions"])}
+    assert set(SESSION_HEADERS) <= listed
+
+
 def test_the_page_tells_the_defaults_and_limits_of_sampling() -> None:
     table = {names(row[0])[0]: row for row in rows("Completions")}
     for field in dataclasses.fields(SamplingParams):
         default = field.default if field.default not in (None, ()) else "none"
         assert table[field.name][2] == (f"{default:g}" if isinstance(default, float) else str(default))
-    assert f"0 to {MAX_LOGPROBS}" in table["logprobs"][1]
+    assert f"0 to {MAX_COMPLETION_LOGPROBS}" in table["logprobs"][1]
     assert f"up to {MAX_STOPS} strings" in table["stop"][1]
     assert f"-{MAX_BIAS} to {MAX_BIAS}" in table["logit_bias"][1]
     assert "0 to {1}".format(*RANGES["temperature"]) in table["temperature"][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -169,7 +170,7 @@ class QuantizedOps(Ops):
             return super().linear(x, name, out)
         matrix = self._matrices[name]
         size = len(self._matrices["embedding"].scales) if name == COLUMNS else matrix.scales.shape[1] * BLOCK
-        attributes = {"N": len(matrix.scales), "K": size, "bits": matrix.bits, "block_size": BLOCK}
+        attributes: dict[str, Any] = {"N": len(matrix.scales), "K": size, "bits": matrix.bits, "block_size": BLOCK}
         inputs = (x, f"{name}:q", f"{name}:scale")
         return self("MatMulNBits", *inputs, out=out, domain=MICROSOFT, accuracy_level=4, **attributes)
 
@@ -179,7 +180,7 @@ class QuantizedOps(Ops):
             return super().embed(tokens)
         matrix = self._matrices["embedding"]
         flat = self.reshape("embedding:q", len(matrix.scales), -1)
-        attributes = {"bits": matrix.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        attributes: dict[str, Any] = {"bits": matrix.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
         return self("GatherBlockQuantized", flat, tokens, "embedding:scale", domain=MICROSOFT, **attributes)
 
     def unembed(self, h: str, out: str | None = None) -> str:

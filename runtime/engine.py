@@ -30,9 +30,10 @@ from fednl_runtime.session import Session
 from fednl_runtime.slots import Slots
 from fednl_runtime.state import Array, MemoryState, state_bytes
 from fednl_runtime.state_file import StateFormat
-from fednl_runtime.store import Journal, SessionStore, StoreLimits
+from fednl_runtime.store import Journal, SessionStore
 from fednl_runtime.tokenizer import Tokenizer
 from fednl_runtime.turn import Beginning, Ending, PromptEvent, Steps, TokenEvent, TurnReport, TurnRequest, run_turn
+from fednl_runtime.vault import StoreLimits
 
 Event: TypeAlias = PromptEvent | TokenEvent | TurnReport
 RETRY_S = 600

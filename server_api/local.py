@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from fednl_runtime.engine import Engine, EngineLimits
     from fednl_runtime.onnx_backend import OnnxBackend
-    from fednl_runtime.store import StoreLimits
+    from fednl_runtime.vault import StoreLimits
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 THREADS = click.option(
@@ -82,7 +82,7 @@ def kept_sessions(
 ) -> tuple[Path | None, StoreLimits]:
     """The folder for the sessions of a model, None for none, and how much is kept."""
     from fednl_runtime.server_api.state_dir import default_state_dir, model_folder
-    from fednl_runtime.store import StoreLimits
+    from fednl_runtime.vault import StoreLimits
 
     if in_memory and state_dir is not None:
         raise click.UsageError("Give --state-dir or --in-memory, not both.")

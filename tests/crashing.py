@@ -13,8 +13,8 @@ from turns import ask, say
 from fednl_runtime.crash import VARIABLE
 from fednl_runtime.engine import Engine, EngineLimits
 from fednl_runtime.session import SessionKey
-from fednl_runtime.store import StoreLimits
 from fednl_runtime.turn import Retry, TurnRequest
+from fednl_runtime.vault import StoreLimits
 
 KEY, FORK = SessionKey("", "a"), SessionKey("", "fork")
 TEXTS = ("hello the other day", "the euro € fell", "all the other hellos", "and the end")

@@ -15,7 +15,8 @@ from fednl_runtime.records import Update
 from fednl_runtime.session import Session, SessionKey
 from fednl_runtime.state import MemoryState
 from fednl_runtime.state_file import StateFormat
-from fednl_runtime.store import SessionStore, StoreLimits
+from fednl_runtime.store import SessionStore
+from fednl_runtime.vault import StoreLimits
 
 FORM = StateFormat(TINY, "model", "tokenizer")
 KEY, OTHER = SessionKey("owner", "name"), SessionKey("owner", "other")
@@ -65,4 +66,4 @@ def head(store: SessionStore, key: SessionKey = KEY) -> str:
 
 def files(store: SessionStore) -> int:
     """How many state files there are."""
-    return len(store._files.names())
+    return len(store._vault.files.names())

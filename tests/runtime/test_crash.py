@@ -112,8 +112,8 @@ def without_persisted(events: list[Any]) -> list[Any]:
 
 
 def no_strays(engine: Engine) -> bool:
-    known = {engine.sessions._files.name(*content) for content in engine.sessions._records.contents()}
-    return set(engine.sessions._files.names()) == known
+    known = {engine.sessions._vault.files.name(*content) for content in engine.sessions._vault.records.contents()}
+    return set(engine.sessions._vault.files.names()) == known
 
 
 @pytest.mark.parametrize(("point", "version"), TURN, ids=[point for point, _ in TURN])

@@ -29,8 +29,8 @@ from fednl_runtime.sampling import SamplingParams, log_softmax
 from fednl_runtime.session import Session, SessionKey
 from fednl_runtime.state import MemoryState, state_bytes
 from fednl_runtime.state_file import HEADER_BYTES
-from fednl_runtime.store import StoreLimits
 from fednl_runtime.turn import PromptEvent, TokenEvent, TurnReport, TurnRequest
+from fednl_runtime.vault import StoreLimits
 
 PROMPT = tuple(TOKENIZER.encode("hello the other day"))
 GREEDY = SamplingParams(temperature=0, max_tokens=5)

@@ -30,9 +30,9 @@ from fednl_runtime.onnx_backend import load
 from fednl_runtime.records import Settings
 from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.session import SessionKey
-from fednl_runtime.store import StoreLimits
 from fednl_runtime.tokenizer import Tokenizer
 from fednl_runtime.turn import Retry, TurnRequest
+from fednl_runtime.vault import StoreLimits
 
 KEY = SessionKey("", "a")
 MODEL = Path(__file__).parents[2] / "runtime/models/hope.onnx"
@@ -238,7 +238,7 @@ def test_a_commit_and_another_change_never_mix(engine: Engine, action: str) -> N
             store.delete(SessionKey("", "b"))
         store.delete(KEY)
     assert store.stats()["sessions"] == 0
-    assert store._files.names() == []
+    assert store._vault.files.names() == []
 
 
 def test_of_many_who_make_one_session_exactly_one_does(engine: Engine) -> None:
@@ -302,8 +302,8 @@ def test_changes_from_all_sides_leave_a_session_that_is_one_of_them(tmp_path: Pa
             many(lambda: store.sweep()),
         )
         assert found == [None] * 8
-        names = {store._files.name(*content) for content in store._records.contents()}
-        assert set(store._files.names()) == names
+        names = {store._vault.files.name(*content) for content in store._vault.records.contents()}
+        assert set(store._vault.files.names()) == names
         memories = {key: head(engine, key) for key in ("a",)}
         log = store.updates(KEY)
         assert [update.version for update in log] == list(range(1, len(log) + 1))
@@ -362,7 +362,7 @@ def test_a_commit_after_the_engine_was_shut_down_fails_and_writes_nothing(tmp_pa
             memory = head(other)
             with pytest.raises(StoreError):
                 turn.commit(outcome)
-            other.sessions._resident.drop(KEY)
+            other.sessions._vault.resident.drop(KEY)
             assert head(other) == memory
 
 

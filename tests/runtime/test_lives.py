@@ -21,8 +21,8 @@ from fednl_runtime.errors import SessionExistsError, SessionNotFoundError, Snaps
 from fednl_runtime.reference import run
 from fednl_runtime.session import Session, SessionKey
 from fednl_runtime.state import MemoryState
-from fednl_runtime.store import StoreLimits
 from fednl_runtime.text import unfinished
+from fednl_runtime.vault import StoreLimits
 
 VERSIONS = 3
 LIMITS = EngineLimits(store=StoreLimits(versions=VERSIONS, resident_bytes=1))
@@ -217,9 +217,9 @@ class Lives(RuleBasedStateMachine):
             told = [(m.version, m.tokens_seen, m.parent, m.anchor, m.name) for m in record.marks]
             assert told == [(v.number, len(v.tokens), v.parent, v.anchor, v.name) for v in versions]
             assert bits(committed(self.engine, name)) == reread(self.head(name).tokens)
-        kept = {store._files.name(*content) for content in store._records.contents()}
-        assert set(store._files.names()) == kept
-        assert store._records.counts() == (len(self.sessions), len(kept))
+        kept = {store._vault.files.name(*content) for content in store._vault.records.contents()}
+        assert set(store._vault.files.names()) == kept
+        assert store._vault.records.counts() == (len(self.sessions), len(kept))
 
 
 TestLives = Lives.TestCase

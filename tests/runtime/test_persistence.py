@@ -23,9 +23,9 @@ from fednl_runtime.records import Settings
 from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.session import SessionKey
 from fednl_runtime.state import Array, MemoryState, Tokens
-from fednl_runtime.store import StoreLimits
 from fednl_runtime.tokenizer import Tokenizer
 from fednl_runtime.turn import Retry, TurnRequest
+from fednl_runtime.vault import StoreLimits
 
 KEY = SessionKey("", "a")
 MODEL = Path(__file__).parents[2] / "runtime/models/hope.onnx"
@@ -143,8 +143,8 @@ def test_a_damaged_memory_is_refused_and_an_older_version_still_serves(tmp_path:
         first = head(engine)
         say(engine)
         say(engine, "another session", session_id="b")
-        path = tmp_path / "states" / engine.sessions._files.name("", "a", 2)
-        other = tmp_path / "states" / engine.sessions._files.name("", "b", 1)
+        path = tmp_path / "states" / engine.sessions._vault.files.name("", "a", 2)
+        other = tmp_path / "states" / engine.sessions._vault.files.name("", "b", 1)
     data = path.read_bytes()
     path.unlink()
     if damage == "link":
@@ -220,7 +220,7 @@ def test_what_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         data, before = engine.sessions.export(KEY), contents(tmp_path / "states")
         new = SessionKey("", "b")
         with monkeypatch.context() as broken:
-            broken.setattr(engine.sessions._records, "commit", fail)
+            broken.setattr(engine.sessions._vault.records, "commit", fail)
             with pytest.raises(StoreError, match="full"):
                 engine.sessions.fork(KEY, new.id) if action == "fork" else engine.sessions.import_(new, data)
         assert contents(tmp_path / "states") == before
@@ -236,7 +236,7 @@ def test_a_file_that_cannot_be_deleted_does_not_undo_a_commit(tmp_path: Path, mo
             raise StoreError(f"{name} cannot be deleted")
 
         with monkeypatch.context() as broken:
-            broken.setattr(engine.sessions._files, "delete", fail)
+            broken.setattr(engine.sessions._vault.files, "delete", fail)
             assert say(engine)[1].version == 3
         memory = head(engine)
         assert len(state_files(tmp_path)) == 3
@@ -254,7 +254,7 @@ def rows_of(engine: Engine, session_id: str) -> str:
         ("receipt", "digest, data"),
         ("provenance", "data"),
     ):
-        with engine.sessions._records._read() as db:
+        with engine.sessions._vault.records._read() as db:
             found += [
                 "\n".join(row) for row in db.execute(f"select {columns} from {table} where id = ?", (session_id,))
             ]

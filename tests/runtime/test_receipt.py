@@ -20,8 +20,8 @@ from fednl_runtime.receipt import pack, unpack
 from fednl_runtime.records import RECEIPT_S
 from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.session import SessionKey
-from fednl_runtime.store import StoreLimits
 from fednl_runtime.turn import PromptEvent, Retry, TokenEvent, TurnReport
+from fednl_runtime.vault import StoreLimits
 
 KEYED = Retry("digest", "key")
 SCORED = SamplingParams(seed=3, max_tokens=4, logprobs=3, logit_bias=NO_END)

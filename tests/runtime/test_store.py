@@ -18,7 +18,8 @@ from fednl_runtime.errors import (
 )
 from fednl_runtime.records import Settings
 from fednl_runtime.session import SessionKey
-from fednl_runtime.store import SessionStore, StoreLimits
+from fednl_runtime.store import SessionStore
+from fednl_runtime.vault import StoreLimits
 
 
 @pytest.fixture(name="folder", params=["memory", "folder"])
@@ -35,13 +36,13 @@ def store_fixture(folder: Path | None) -> Iterator[SessionStore]:
 
 def test_a_commit_is_found_again_bit_for_bit(store: SessionStore) -> None:
     [memory] = write(store)
-    store._resident.drop(KEY)
+    store._vault.resident.drop(KEY)
     assert head(store) == memory
 
 
 def test_the_position_and_the_version_of_a_commit_are_found_again(store: SessionStore) -> None:
     write(store, turns=3)
-    store._resident.drop(KEY)
+    store._vault.resident.drop(KEY)
     session = began(store)
     assert (session.version, session.tokens_seen, session.tail) == (3, 15, b"\xe2")
 
@@ -138,7 +139,7 @@ def test_a_fork_and_its_origin_go_separate_ways(store: SessionStore) -> None:
     [here], [there] = write(store), write(store, OTHER)
     assert (head(store), head(store, OTHER)) == (here, there)
     store.delete(KEY)
-    store._resident.drop(OTHER)
+    store._vault.resident.drop(OTHER)
     assert head(store, OTHER) == there
     store.rollback(OTHER)
 
@@ -167,7 +168,7 @@ def test_an_exported_session_is_imported_bit_for_bit(store: SessionStore) -> Non
     memories = write(store, turns=3)
     record = store.import_(OTHER, store.export(KEY))
     assert (record.head.version, head(store, OTHER)) == (1, memories[-1])
-    store._resident.drop(OTHER)
+    store._vault.resident.drop(OTHER)
     assert head(store, OTHER) == memories[-1]
 
 
@@ -233,18 +234,18 @@ def test_a_memory_read_while_its_session_is_deleted_does_not_stay(
 ) -> None:
     write(store, turns=2)
     [_, other] = write(store, OTHER, turns=2)
-    record, read = store.get(KEY), store._files.read
-    store._resident.drop(KEY)
+    record, read = store.get(KEY), store._vault.files.read
+    store._vault.resident.drop(KEY)
 
     def slowly(name: str, max_bytes: int) -> bytes:
         data = read(name, max_bytes)
         store.delete(KEY)
         return data
 
-    monkeypatch.setattr(store._files, "read", slowly)
+    monkeypatch.setattr(store._vault.files, "read", slowly)
     store.load(record, record.head)
     monkeypatch.undo()
-    assert not store._resident.holds(KEY, 2)
+    assert not store._vault.resident.holds(KEY, 2)
     store.fork(OTHER, KEY.id)
     assert head(store) == other
 
@@ -261,7 +262,7 @@ def test_a_fork_does_not_see_the_memory_of_a_deleted_session_of_its_name(store: 
     [old, memory] = [*write(store, OTHER), *write(store)]
     stale = began(store, OTHER)
     store.delete(OTHER)
-    store._resident.put(OTHER, 1, stale)
+    store._vault.resident.put(OTHER, 1, stale)
     store.fork(KEY, OTHER.id)
     assert head(store, OTHER) == memory != old
 
@@ -283,7 +284,7 @@ def test_names_that_join_to_the_same_text_are_different_sessions(store: SessionS
     keys = [SessionKey("a/b", "c"), SessionKey("a", "b/c"), SessionKey("a\0b", "c"), SessionKey("a", "b\0c")]
     memories = [commit(store, learnt(began(store, key), seed=i)) for i, key in enumerate(keys)]
     for key in keys:
-        store._resident.drop(key)
+        store._vault.resident.drop(key)
     assert [head(store, key) for key in keys] == memories
 
 

@@ -19,7 +19,8 @@ from fednl_runtime.errors import (
 )
 from fednl_runtime.records import Settings
 from fednl_runtime.session import SessionKey
-from fednl_runtime.store import SessionStore, StoreLimits
+from fednl_runtime.store import SessionStore
+from fednl_runtime.vault import StoreLimits
 
 
 @pytest.fixture(name="folder", params=["memory", "folder"])
@@ -120,7 +121,7 @@ def test_a_session_that_outlived_its_time_begins_anew(store: SessionStore, clock
 def test_a_session_used_while_the_expired_are_swept_stays(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.create(KEY, Settings(ttl_s=60))
     write(store)
-    monkeypatch.setattr(store._records, "expired", lambda now: [KEY, OTHER])  # as it was a moment ago
+    monkeypatch.setattr(store._vault.records, "expired", lambda now: [KEY, OTHER])  # as it was a moment ago
     assert store.sweep() == 0
     assert store.get(KEY).head.version == 1
 

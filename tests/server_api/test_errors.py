@@ -24,7 +24,7 @@ from fednl_runtime.server_api.schemas import KINDS, CompletionRequest
 from fednl_runtime.server_api.schemas_chat import ROLES, ChatRequest
 from fednl_runtime.server_api.streaming import sse
 from fednl_runtime.state_file import StateFormat
-from fednl_runtime.store import StoreLimits
+from fednl_runtime.vault import StoreLimits
 
 URL = "/v1/completions"
 Serve = Callable[..., contextlib.AbstractContextManager[str]]

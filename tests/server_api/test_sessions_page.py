@@ -15,7 +15,7 @@ from fednl_runtime.server_api.cli import cli
 from fednl_runtime.server_api.local import size
 from fednl_runtime.server_api.schemas_session import MAX_NAME, MAX_PAIRS, MAX_VALUE
 from fednl_runtime.server_api.serve_command import serve
-from fednl_runtime.store import StoreLimits
+from fednl_runtime.vault import StoreLimits
 
 PAGE = (Path(__file__).parents[2] / "docs/sessions.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fednl_runtime.crash import crash_point
 from fednl_runtime.errors import (
@@ -137,12 +137,13 @@ class SessionStore:
         found = [self._vault.records.get(key) for key in self._vault.records.keys(owner, after, limit)]
         return [record for record in found if record is not None and not record.expired(time.time())]
 
-    def configure(self, key: SessionKey, settings: Settings) -> Record:
-        """Change what is set of a session. Raises SessionNotFoundError."""
+    def configure(self, key: SessionKey, **changes: Any) -> Record:
+        """Change some of a session's Settings, by name. Raises SessionNotFoundError."""
         with self._writer(key):
-            record = dataclasses.replace(self.get(key), settings=settings)
+            record = self.get(key)
+            record = dataclasses.replace(record, settings=dataclasses.replace(record.settings, **changes))
             self._vault.records.commit(record)
-            if not settings.sync:
+            if not record.settings.sync:
                 self._forget(key)
         return record
 

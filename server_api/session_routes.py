@@ -96,9 +96,8 @@ def get_session(session_id: str, request: Request) -> Response:
 @router.patch("/{session_id}")
 def patch_session(session_id: str, body: SettingsRequest, request: Request) -> Response:
     """Change what is set of a session; fields that are left out stay."""
-    store, key = store_of(request), key_of(session_id, request)
-    settings = dataclasses.replace(store.get(key).settings, **body.changes())
-    return session_answer(served_by(request).engine, store.configure(key, settings))
+    record = store_of(request).configure(key_of(session_id, request), **body.changes())
+    return session_answer(served_by(request).engine, record)
 
 
 @router.delete("/{session_id}")

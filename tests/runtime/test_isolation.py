@@ -172,7 +172,7 @@ def test_a_turn_that_keeps_nothing_makes_no_session(engine: Engine) -> None:
 
 def test_a_frozen_session_goes_on_and_its_slow_levels_stay(engine: Engine) -> None:
     say(engine)
-    engine.sessions.configure(KEY, Settings(frozen=True))
+    engine.sessions.configure(KEY, frozen=True)
     before = committed(engine, "a")
     report = say(engine, f"{TEXT} " * 4, max_tokens=9)[1]
     after = committed(engine, "a")
@@ -183,7 +183,7 @@ def test_a_frozen_session_goes_on_and_its_slow_levels_stay(engine: Engine) -> No
     }
     assert {level(name) for name in changed} == {"token", None}
     assert (report.update_norm, report.version) == (0, 2)
-    engine.sessions.configure(KEY, Settings(frozen=False))
+    engine.sessions.configure(KEY, frozen=False)
     assert say(engine, f"{TEXT} " * 4)[1].update_norm > 0
 
 
@@ -211,7 +211,7 @@ def test_a_commit_and_another_change_never_mix(engine: Engine, action: str) -> N
         "delete": lambda: store.delete(KEY),
         "fork": lambda: store.fork(KEY, "b"),
         "snapshot": lambda: store.snapshot(KEY, "name"),
-        "configure": lambda: store.configure(KEY, Settings(metadata={"a": "b"})),
+        "configure": lambda: store.configure(KEY, metadata={"a": "b"}),
         "export": lambda: store.export(KEY),
     }
     expected = ["rollback", "reset"]
@@ -270,8 +270,8 @@ def test_forks_in_both_directions_do_not_wait_for_each_other(engine: Engine) -> 
         found = together(
             lambda n=number: engine.sessions.fork(a, f"c{n}"),
             lambda n=number: engine.sessions.fork(b, f"c{n}"),
-            lambda: engine.sessions.configure(a, Settings()),
-            lambda: engine.sessions.configure(b, Settings()),
+            lambda: engine.sessions.configure(a),
+            lambda: engine.sessions.configure(b),
         )
         assert sum(isinstance(result, FednlError) for result in found) == 1
         assert head(engine, f"c{number}") in (head(engine, "a"), head(engine, "b"))

@@ -79,9 +79,9 @@ def test_a_session_whose_sync_is_off_is_not_recorded(engine, notebook):
 
 def test_turning_sync_off_forgets_what_was_recorded(engine, notebook):
     turn(engine)
-    engine.sessions.configure(ANNA, Settings(frozen=True))
+    engine.sessions.configure(ANNA, frozen=True)
     assert notebook.forgotten == []
-    engine.sessions.configure(ANNA, Settings(sync=False))
+    engine.sessions.configure(ANNA, sync=False)
     assert notebook.forgotten == [ANNA]
 
 

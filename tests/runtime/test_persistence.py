@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import resource
@@ -85,7 +86,7 @@ def test_a_tail_and_settings_and_the_log_outlive_a_restart(tmp_path: Path) -> No
     settings = Settings(frozen=True, metadata={"née": "€"})
     with running_engine(folder=tmp_path) as engine:
         list(engine.turn(TurnRequest(tuple(half), SamplingParams(max_tokens=0), "a", request_id="r1")))
-        engine.sessions.configure(KEY, settings)
+        engine.sessions.configure(KEY, **dataclasses.asdict(settings))
         say(engine)
         record, log = engine.sessions.get(KEY), engine.sessions.updates(KEY)
         tail = committed(engine, "a").tail
@@ -199,7 +200,7 @@ def test_a_full_disk_rolls_the_turn_back_and_the_session_goes_on(tmp_path: Path,
         before, memory = contents(tmp_path / "states"), head(engine)
         size = max(path.stat().st_size for path in state_files(tmp_path))
         while (tmp_path / "sessions.db-wal").stat().st_size < 2 * size:
-            engine.sessions.configure(KEY, Settings(metadata={"note": "x" * 500}))
+            engine.sessions.configure(KEY, metadata={"note": "x" * 500})
         with file_size_limit(size + 1 if isinstance(room, str) else room), pytest.raises(StoreError):
             say(engine, retry=Retry("digest", "key"))
         assert (contents(tmp_path / "states"), head(engine)) == (before, memory)
@@ -278,7 +279,7 @@ def test_deleting_leaves_no_byte_of_a_session_in_the_folder(tmp_path: Path) -> N
                 request = TurnRequest(tuple(session_id.encode()), params, session_id, owner="owner", retry=retry)
                 list(engine.turn(request))
             engine.sessions.snapshot(key, f"{session_id} snapshot")
-            engine.sessions.configure(key, Settings(metadata={"note": f"{session_id} changed"}))
+            engine.sessions.configure(key, metadata={"note": f"{session_id} changed"})
             engine.sessions.rollback(key)
         told = pieces(rows_of(engine, "the-canary"), rows_of(engine, "the-other") + rows_of(engine, "yet-another"))
         memory = engine.sessions.export(SessionKey("owner", "the-canary"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -291,7 +292,7 @@ def test_names_that_join_to_the_same_text_are_different_sessions(store: SessionS
 def test_settings_outlive_turns_and_rollbacks(store: SessionStore) -> None:
     settings = Settings(frozen=True, sync=False, metadata={"note": "mine"})
     write(store, turns=2)
-    store.configure(KEY, settings)
+    store.configure(KEY, **dataclasses.asdict(settings))
     write(store)
     assert store.rollback(KEY).settings == settings
     assert store.fork(KEY, "other").settings == settings

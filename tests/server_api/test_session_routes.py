@@ -132,7 +132,7 @@ def test_a_page_size_out_of_range_is_refused(http, limit):
 def test_a_page_is_full_although_sessions_have_expired(http, engine):
     for name in "abcd":
         create(http, id=name)
-    engine.sessions.configure(SessionKey("", "b"), Settings(ttl_s=1e-9))
+    engine.sessions.configure(SessionKey("", "b"), ttl_s=1e-9)
     page = http.get("/v1/sessions", params={"limit": 2}).json()
     assert ([session["id"] for session in page["data"]], page["has_more"]) == (["a", "c"], True)
 

@@ -115,9 +115,11 @@ async def answer(served: Served, plan: Plan, request: Request, stream: bool) -> 
     return EventStream(await anext(chunks), chunks, plan.headers)
 
 
-def events_of(served: Served, plan: Plan, turn: TurnRequest, stop: Stop) -> AsyncGenerator[Event | None, None]:
-    """The events of one turn of a plan."""
-    return turn_events(served.engine, turn, stop, served.keep_alive_s, plan.keep_partial)
+def events_of(
+    served: Served, plan: Plan, turn: TurnRequest, stop: Stop, watch: Stopwatch
+) -> AsyncGenerator[Event | None, None]:
+    """The events of one turn of a plan, timed by `watch`."""
+    return turn_events(served.engine, turn, stop, served.keep_alive_s, plan.keep_partial, watch.see)
 
 
 async def whole_answer(served: Served, plan: Plan, request: Request) -> Response:
@@ -126,9 +128,8 @@ async def whole_answer(served: Served, plan: Plan, request: Request) -> Response
     async with watching(request) as stop:
         for index, turn in enumerate(plan.turns):
             writer, pieces, watch = plan.writer(served.engine, turn), [], Stopwatch()
-            async with contextlib.aclosing(events_of(served, plan, turn, stop)) as events:
+            async with contextlib.aclosing(events_of(served, plan, turn, stop, watch)) as events:
                 async for event in events:
-                    watch.see(event)
                     if isinstance(event, TurnReport):
                         reports.append(event)
                     elif event is not None:
@@ -177,9 +178,8 @@ async def choice_chunks(
     """What the chunks of one choice say, then the report of its turn; None after each silence."""
     writer, watch, shape = plan.writer(served.engine, turn), Stopwatch(), plan.shape
     opening = shape.opening(index)
-    async with contextlib.aclosing(events_of(served, plan, turn, stop)) as events:
+    async with contextlib.aclosing(events_of(served, plan, turn, stop, watch)) as events:
         async for event in events:
-            watch.see(event)
             chunk = chunk_of(event, turn, index, plan, writer, watch)
             if chunk is not None and opening is not None:
                 # Not before there is something to say: what fails earlier has a status of its own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -28,12 +28,18 @@ def sse(body: Mapping[str, Any]) -> bytes:
 
 
 async def turn_events(
-    engine: Engine, turn_request: TurnRequest, stop: Stop, keep_alive_s: float, keep_partial: bool = False
+    engine: Engine,
+    turn_request: TurnRequest,
+    stop: Stop,
+    keep_alive_s: float,
+    keep_partial: bool = False,
+    see: Callable[[Any], None] = lambda event: None,
 ) -> AsyncGenerator[Event | None, None]:
     """The events of a turn and the report once it was committed; None after each `keep_alive_s` of silence.
 
     The turn commits when what follows its last token is asked for and `stop` was not told; with
-    `keep_partial` also, with what it has, when its client leaves.
+    `keep_partial` also, with what it has, when its client leaves. `see` is called with each event as it
+    comes, from the decode thread.
 
     Raises:
         DisconnectedError, CancelledTurnError: `stop` was told first; the turn was rolled back, or kept as said.
@@ -44,6 +50,7 @@ async def turn_events(
 
     def deliver(event: Any) -> None:
         watch.event(event)
+        see(event)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(inbox.put_nowait, event)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 from engines import committed
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 
 from fednl_runtime.engine import Engine
@@ -19,10 +18,10 @@ def model(address: str, **fields: Any) -> ChatOpenAI:
 
 def test_a_session_is_named_by_extra_body(address: str, http: httpx.Client, engine: Engine) -> None:
     chat = model(address, extra_body={"session_id": "chain"})
-    first = chat.invoke([SystemMessage("A street."), HumanMessage("hello")])
-    assert isinstance(first, AIMessage)
+    first = chat.invoke([("system", "A street."), ("human", "hello")])
+    assert first.type == "ai"
     assert committed(engine, "chain").version == 1
-    again = chat.invoke([SystemMessage("A street."), HumanMessage("hello"), first, HumanMessage("the other day")])
+    again = chat.invoke([("system", "A street."), ("human", "hello"), first, ("human", "the other day")])
     assert again.usage_metadata
     assert again.usage_metadata["input_token_details"]["cache_read"] == first.usage_metadata["total_tokens"]
 

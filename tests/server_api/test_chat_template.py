@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
+from engines import CONFIG, running_engine, tiny_tokenizer_json
+from models import random_params
 
 from fednl_runtime.errors import ModelFileError, RequestError
+from fednl_runtime.export.graph import export_model
+from fednl_runtime.onnx_backend import load
 from fednl_runtime.server_api.chat_template import MAX_TEMPLATE, PLAIN_NOTE, ChatTemplate
+from fednl_runtime.server_api.served import Served
 
 TALK = [
     {"role": "system", "content": "A street in Verona."},
@@ -70,3 +78,15 @@ def test_a_template_that_takes_too_long_is_stopped() -> None:
     ticks = iter(range(100))
     with pytest.raises(RequestError, match="too much"):
         ChatTemplate("{% for i in range(90) %}{{ i }}{% endfor %}").render(TALK, clock=lambda: next(ticks))
+
+
+def test_a_served_model_file_brings_its_template_and_its_size(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, memory_period=8, top_period=8, cms_periods=(16, 48))
+    path, metadata = tmp_path / "tiny.onnx", {"chat_template": "{{ messages[0].content }}!"}
+    export_model(random_params(config), config, tiny_tokenizer_json(), path, name="tiny", metadata=metadata)
+    model = load(path, 1).model
+    with running_engine() as engine:
+        served = Served.of(engine, model, path)
+    assert served.template.render([{"role": "user", "content": "hello"}]) == "hello!"
+    meta = served.model_object()["meta"]
+    assert (meta["size"], meta["n_params"]) == (path.stat().st_size, model.parameters)

@@ -46,7 +46,7 @@ MAX_ANSWER = 1 << 20
 class EngineLimits:
     """What the engine takes on: turns side by side, turns waiting, and sizes a request may have."""
 
-    slots: int = 4
+    slots: int = 8
     queue: int = 32
     busy_wait_s: float = 5.0
     """Seconds a turn waits for another that writes to its session."""
@@ -136,7 +136,12 @@ class Engine:
         """
         backend = self._own.with_rules(rules)
         slots = Slots(backend, self.limits.slots)
+        slots.batch = self._slots.batch
         self.backend, self._slots = backend, slots
+
+    def calibrate(self) -> None:
+        """Measure, before any turn, how many turns are best run in one call of the model."""
+        self._slots.calibrate()
 
     def check(self, request: TurnRequest) -> None:
         """Raise RequestError if `start` would: a token or a length the model cannot serve."""

@@ -52,7 +52,7 @@ def access_options(command: Command) -> Command:
 @click.option("--model", "option", type=FILE, help="Model file [default: the shipped model].")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free port.")
-@click.option("--slots", type=click.IntRange(1), default=4, show_default=True, help="Turns that run side by side.")
+@click.option("--slots", type=click.IntRange(1), default=8, show_default=True, help="Turns that run side by side.")
 @click.option("--queue", type=click.IntRange(1), default=32, show_default=True, help="Turns that may wait.")
 @click.option("--max-tokens", type=click.IntRange(1), default=8192, show_default=True, help="Largest max_tokens.")
 @click.option(
@@ -117,6 +117,7 @@ def serve(
     folder, store = kept_sessions(backend.fingerprint, **sessions)
     limits = EngineLimits(slots=slots, queue=queue, max_tokens=max_tokens, store=store)
     with listen(host, port) as sock, engine_on(backend, limits, folder) as engine:
+        engine.calibrate()
         listening = Listening(sock.getsockname(), tls is not None, len(ring), api_key is not None, folder)
         configure(log_format)
         if log_format == "json":

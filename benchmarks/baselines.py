@@ -21,7 +21,7 @@ from fednl_runtime.export.data import find_sources, load_source
 from fednl_runtime.export.train import Trainer, TrainSettings, set_up_torch
 from fednl_runtime.hope import Hope, constant, normal
 from fednl_runtime.recurrence import TensorDict
-from fednl_runtime.server_api.learn_commands import HELD_OUT
+from fednl_runtime.server_api.commands.learn import HELD_OUT
 
 WINDOW = 512
 """Tokens that a token attends to, itself included."""

@@ -25,7 +25,7 @@ from torch.func import functional_call
 from fednl_runtime.corpus import encode_documents, read_text
 from fednl_runtime.export.quantize import file_parameters
 from fednl_runtime.fed_sync.aggregate import Member, Rule, aggregate
-from fednl_runtime.fed_sync.local_training import Learnt, Terms, make_update
+from fednl_runtime.fed_sync.device.local_training import Learnt, Terms, make_update
 from fednl_runtime.fed_sync.optimize import ServerOptimizer
 from fednl_runtime.fed_sync.update import Schema, decode
 from fednl_runtime.gradient_backend import GradientGraph, load_gradients

@@ -19,12 +19,12 @@ import httpx
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fednl_runtime.fed_sync.intake import new_token
+from fednl_runtime.fed_sync.fleet.intake import new_token
 from fednl_runtime.fed_sync.signing import public_text, sign_request
 from fednl_runtime.fed_sync.update import MEDIA_TYPE, ClientUpdate, Schema, encode, new_update_id
 from fednl_runtime.gradient_backend import load_gradients
 from fednl_runtime.model_file import default_model_path
-from fednl_runtime.server_api.aggregator_commands import fleet_at
+from fednl_runtime.server_api.commands.aggregator import fleet_at
 
 PROGRAM = Path(sys.executable).with_name("fednl-runtime")
 

@@ -8,23 +8,21 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from fednl_runtime.server_api import (
-    openai_routes,
-    openapi,
-    ops_routes,
-    reading_routes,
-    request_routes,
-    session_routes,
-    tool_routes,
-    ui,
-)
-from fednl_runtime.server_api.edge import Edge, EdgeOptions
+from fednl_runtime.server_api import openapi
+from fednl_runtime.server_api.answering.running import RunningRequests
+from fednl_runtime.server_api.entrance.edge import Edge, EdgeOptions
+from fednl_runtime.server_api.entrance.gate import Gate
 from fednl_runtime.server_api.errors import add_handlers, error_response
-from fednl_runtime.server_api.gate import Gate
-from fednl_runtime.server_api.metrics import Meters
-from fednl_runtime.server_api.running import RunningRequests
+from fednl_runtime.server_api.observing.metrics import Meters
+from fednl_runtime.server_api.routes import openai as openai_routes
+from fednl_runtime.server_api.routes import operations as ops_routes
+from fednl_runtime.server_api.routes import reading as reading_routes
+from fednl_runtime.server_api.routes import requests as request_routes
+from fednl_runtime.server_api.routes import sessions as session_routes
+from fednl_runtime.server_api.routes import tools as tool_routes
 from fednl_runtime.server_api.served import Served
 from fednl_runtime.server_api.sweeper import sweeping
+from fednl_runtime.server_api.ui import page as ui
 
 ROUTES = (openai_routes, session_routes, reading_routes, request_routes, tool_routes, ops_routes, openapi, ui)
 """The modules whose routes the server has."""

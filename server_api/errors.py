@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from fednl_runtime import errors
 from fednl_runtime.errors import FednlError
-from fednl_runtime.server_api.schemas import KINDS
+from fednl_runtime.server_api.schemas.completions import KINDS
 
 log = logging.getLogger("fednl_runtime")
 

@@ -10,11 +10,11 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 import fednl_runtime
-from fednl_runtime.server_api import schemas_answers as answers
-from fednl_runtime.server_api import schemas_session_answers as sessions
+from fednl_runtime.server_api.entrance.scopes import OCTETS, OPEN
+from fednl_runtime.server_api.entrance.scopes import ROUTES as SCOPES
 from fednl_runtime.server_api.errors import json_answer
-from fednl_runtime.server_api.scopes import OCTETS, OPEN
-from fednl_runtime.server_api.scopes import ROUTES as SCOPES
+from fednl_runtime.server_api.schemas import answers
+from fednl_runtime.server_api.schemas import session_answers as sessions
 
 Model: TypeAlias = type[answers.Answer]
 Media: TypeAlias = Mapping[str, Model | dict[str, Any] | tuple[Model, ...]]

@@ -11,7 +11,7 @@ from fastapi import Request
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.model_file import ModelFile
-from fednl_runtime.server_api.chat_template import ChatTemplate
+from fednl_runtime.server_api.answering.chat_template import ChatTemplate
 from fednl_runtime.server_api.errors import ModelNotFoundError
 
 

@@ -14,14 +14,14 @@ import uvicorn
 from models import TINY
 from updates import RULES, SCHEMA
 
-from fednl_runtime.fed_sync import intake
-from fednl_runtime.fed_sync.device import Device, Invitation
-from fednl_runtime.fed_sync.endpoint import create_app
-from fednl_runtime.fed_sync.fleet import Fleet
-from fednl_runtime.fed_sync.local_training import Learnt, Opened
-from fednl_runtime.fed_sync.participant import Participant, SyncSettings
+from fednl_runtime.fed_sync.device.folder import Device, Invitation
+from fednl_runtime.fed_sync.device.local_training import Learnt, Opened
+from fednl_runtime.fed_sync.device.participant import Participant, SyncSettings
+from fednl_runtime.fed_sync.fleet import intake
+from fednl_runtime.fed_sync.fleet.endpoint import create_app
+from fednl_runtime.fed_sync.fleet.population import Fleet
 from fednl_runtime.rules import RuleSet
-from fednl_runtime.server_api.serve_command import listen
+from fednl_runtime.server_api.commands.serve import listen
 from fednl_runtime.session import SessionKey
 from fednl_runtime.state import MemoryState
 

@@ -12,13 +12,13 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from updates import RULES, body_of, one_hot
 
-from fednl_runtime.fed_sync import intake
-from fednl_runtime.fed_sync.blobs import DiskBlobs
-from fednl_runtime.fed_sync.fleet import Fleet, found, read_rules, schema_of
-from fednl_runtime.fed_sync.policy import Policy
-from fednl_runtime.fed_sync.repository import Repository
+from fednl_runtime.fed_sync.fleet import intake
+from fednl_runtime.fed_sync.fleet.blobs import DiskBlobs
+from fednl_runtime.fed_sync.fleet.policy import Policy
+from fednl_runtime.fed_sync.fleet.population import Fleet, found, read_rules, schema_of
+from fednl_runtime.fed_sync.fleet.repository import Repository
+from fednl_runtime.fed_sync.fleet.tables import Device
 from fednl_runtime.fed_sync.signing import key_file, public_text, sign_request
-from fednl_runtime.fed_sync.tables import Device
 from fednl_runtime.fed_sync.update import MEDIA_TYPE, ClientUpdate, Vector, new_update_id
 from fednl_runtime.rules import RuleSet
 

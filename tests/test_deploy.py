@@ -11,7 +11,7 @@ import click
 import pytest
 
 from fednl_runtime.server_api.cli import cli
-from fednl_runtime.server_api.scopes import METRICS, OPEN, ROUTES
+from fednl_runtime.server_api.entrance.scopes import METRICS, OPEN, ROUTES
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

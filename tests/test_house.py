@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fednl_runtime
-from fednl_runtime.server_api.ui import FILES as UI_FILES
+from fednl_runtime.server_api.ui.page import FILES as UI_FILES
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -35,7 +35,7 @@ ARROWS = {
 HEAVY = ("hope", "hope_step", "recurrence", "kernels_triton", "torch_backend", "onnx_backend", "gradient_backend")
 """The modules of runtime/ that load torch or onnxruntime; the others import none of them."""
 
-SHELL = "server_api/cli.py server_api/*_command.py server_api/*_commands.py server_api/local.py"
+SHELL = "server_api/cli.py server_api/commands/*.py"
 """The rooms of the command line."""
 
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -48,6 +48,12 @@ LIGHT = [path.stem for path in (ROOT / "runtime").glob("*.py") if path.stem not 
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def module_of(path: Path) -> str:
+    """The name that a file is imported by."""
+    name = name_of(path.with_suffix("")).replace("/", ".")
+    return f"fednl_runtime.{name.removeprefix('runtime.')}"
 
 
 def folder_of(module: str) -> str:
@@ -99,11 +105,11 @@ def test_imports_follow_the_arrows_of_the_house(path):
     ("library", "rooms"),
     [
         ("onnxruntime", "runtime/onnx_backend.py"),
-        ("pydantic", "server_api/schemas*.py"),
+        ("pydantic", "server_api/schemas/*.py"),
         ("click", SHELL),
         ("rich", SHELL),
-        ("fastapi", "server_api/*.py fed_sync/endpoint.py"),  # the endpoint is a server of its own
-        ("sqlalchemy", "fed_sync/repository.py fed_sync/tables.py"),
+        ("fastapi", "server_api/*.py server_api/*/*.py fed_sync/fleet/endpoint.py"),  # a server too
+        ("sqlalchemy", "fed_sync/fleet/repository.py fed_sync/fleet/tables.py"),
         ("onnx", "export/*.py"),
     ],
 )
@@ -123,7 +129,7 @@ def test_importing_the_light_modules_loads_no_engine_no_compiler_and_no_server()
 
 
 def test_the_server_and_its_command_line_load_no_torch_and_no_onnx():
-    modules = [f"fednl_runtime.server_api.{path.stem}" for path in (ROOT / "server_api").glob("[!_]*.py")]
+    modules = [module_of(path) for path in (ROOT / "server_api").rglob("[!_]*.py")]
     assert loaded(modules, ("torch", "onnx", "transformers", "triton", "matplotlib")) == ""
 
 

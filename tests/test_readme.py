@@ -20,7 +20,7 @@ from engines import write_tiny_model
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.server_api import app
 from fednl_runtime.server_api.cli import cli
-from fednl_runtime.server_api.serve_command import serve
+from fednl_runtime.server_api.commands.serve import serve
 from fednl_runtime.state import state_bytes
 
 ROOT = Path(__file__).parent.parent

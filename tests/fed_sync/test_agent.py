@@ -17,12 +17,12 @@ from engines import TOKENIZER, running_engine, until
 from fleets import Clock, fleet_of
 
 from fednl_runtime.errors import StoreError
-from fednl_runtime.fed_sync.agent import Agent
-from fednl_runtime.fed_sync.conditions import DeviceConditions
+from fednl_runtime.fed_sync.device.agent import Agent
+from fednl_runtime.fed_sync.device.conditions import DeviceConditions
+from fednl_runtime.fed_sync.device.local_training import StoppedError
+from fednl_runtime.fed_sync.device.outbox import Upload
+from fednl_runtime.fed_sync.device.schedule import Pace
 from fednl_runtime.fed_sync.errors import SyncError
-from fednl_runtime.fed_sync.local_training import StoppedError
-from fednl_runtime.fed_sync.outbox import Upload
-from fednl_runtime.fed_sync.schedule import Pace
 from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.turn import TurnRequest
 

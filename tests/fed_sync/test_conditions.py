@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednl_runtime.fed_sync.conditions import DeviceConditions, QuietHours
+from fednl_runtime.fed_sync.device.conditions import DeviceConditions, QuietHours
 
 NIGHT = QuietHours.parse("22:00-06:30")
 NOON = datetime.datetime(2026, 12, 1, 12, 0).timestamp()

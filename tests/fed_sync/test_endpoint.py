@@ -18,14 +18,14 @@ from engines import until
 from fleets import Caller, device_key, fleet_of, rules_now
 from updates import GOOD, HOSTILE, RULES, SCHEMA, body_of, one_hot, update_of
 
-from fednl_runtime.fed_sync import intake, rounds
-from fednl_runtime.fed_sync.endpoint import ROUTES, create_app
-from fednl_runtime.fed_sync.fleet import Fleet
+from fednl_runtime.fed_sync.fleet import intake, rounds
+from fednl_runtime.fed_sync.fleet.endpoint import ROUTES, create_app
+from fednl_runtime.fed_sync.fleet.population import Fleet
+from fednl_runtime.fed_sync.fleet.problems import STATUSES
 from fednl_runtime.fed_sync.manifest import open_manifest
-from fednl_runtime.fed_sync.problems import STATUSES
 from fednl_runtime.fed_sync.signing import public_key, public_text, sign_request, sign_text
 from fednl_runtime.fed_sync.update import MEDIA_TYPE, new_update_id
-from fednl_runtime.server_api.serve_command import listen
+from fednl_runtime.server_api.commands.serve import listen
 
 PAGE = (Path(__file__).parents[2] / "docs/federation.md").read_text()
 ADMIN = {"authorization": "Bearer secret"}

@@ -6,11 +6,11 @@ import pytest
 from fleets import current, device_key, fleet_of, join, join_all, rules_now, send
 from updates import GOOD, RULES, SCHEMA, body_of, one_hot, update_of
 
-from fednl_runtime.fed_sync import intake, rounds, view
 from fednl_runtime.fed_sync.errors import Refusal
-from fednl_runtime.fed_sync.fleet import Fleet
+from fednl_runtime.fed_sync.fleet import intake, rounds, view
+from fednl_runtime.fed_sync.fleet.population import Fleet
+from fednl_runtime.fed_sync.fleet.tables import Device
 from fednl_runtime.fed_sync.signing import key_id, public_text, sign_text
-from fednl_runtime.fed_sync.tables import Device
 from fednl_runtime.fed_sync.update import new_update_id
 
 

@@ -22,9 +22,9 @@ from fleets import Caller
 from updates import RULES, SCHEMA, body_of, update_of
 
 from fednl_runtime.crash import VARIABLE
-from fednl_runtime.fed_sync import intake
+from fednl_runtime.fed_sync.fleet import intake
 from fednl_runtime.fed_sync.update import new_update_id
-from fednl_runtime.server_api.aggregator_commands import fleet_at
+from fednl_runtime.server_api.commands.aggregator import fleet_at
 
 PROGRAM = Path(sys.executable).with_name("fednl-runtime")
 POINTS = (

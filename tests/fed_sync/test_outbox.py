@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from updates import SCHEMA, update_of
 
-from fednl_runtime.fed_sync.database import Database
-from fednl_runtime.fed_sync.outbox import KEPT_SETTLED, Outbox, OutboxLimits, Upload
-from fednl_runtime.fed_sync.outbox import SCHEMA as TABLES
+from fednl_runtime.fed_sync.device.database import Database
+from fednl_runtime.fed_sync.device.outbox import KEPT_SETTLED, Outbox, OutboxLimits, Upload
+from fednl_runtime.fed_sync.device.outbox import SCHEMA as TABLES
 from fednl_runtime.fed_sync.update import encode
 
 RESIDUAL = SCHEMA.tensors(np.arange(SCHEMA.size) / 7)

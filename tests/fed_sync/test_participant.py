@@ -13,13 +13,13 @@ from fleets import fleet_of, rules_now
 from updates import RULES, SCHEMA
 
 from fednl_runtime.errors import RulesError
-from fednl_runtime.fed_sync import intake, rounds
-from fednl_runtime.fed_sync.client import Answer, ContactError
+from fednl_runtime.fed_sync.device.client import Answer, ContactError
 from fednl_runtime.fed_sync.errors import SyncError
-from fednl_runtime.fed_sync.fleet import add_version, rules_bytes
+from fednl_runtime.fed_sync.fleet import intake, rounds
+from fednl_runtime.fed_sync.fleet.population import add_version, rules_bytes
+from fednl_runtime.fed_sync.fleet.tables import Version
 from fednl_runtime.fed_sync.manifest import Manifest, sign_manifest
 from fednl_runtime.fed_sync.signing import public_text
-from fednl_runtime.fed_sync.tables import Version
 from fednl_runtime.fed_sync.update import decode
 from fednl_runtime.rules import RuleSet
 

@@ -7,9 +7,9 @@ import pytest
 from fleets import fleet_of, join_all, rules_now, send
 from updates import HOSTILE, RULES, SCHEMA, update_of
 
-from fednl_runtime.fed_sync import rounds
 from fednl_runtime.fed_sync.aggregate import Rule, clip, norm
 from fednl_runtime.fed_sync.errors import Refusal
+from fednl_runtime.fed_sync.fleet import rounds
 from fednl_runtime.fed_sync.update import new_update_id
 
 HONEST, LIARS, C = 7, 2, 1.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fednl_runtime.errors import StoreError
-from fednl_runtime.fed_sync.recent import RecentText
+from fednl_runtime.fed_sync.device.recent import RecentText
 from fednl_runtime.session import SessionKey
 
 END = 9

@@ -13,13 +13,13 @@ import pytest
 from fleets import Clock, current, fleet_in, fleet_of, join, join_all, play_round, rules_now, send
 from updates import RULES, SCHEMA, one_hot, update_of
 
-from fednl_runtime.fed_sync import rounds, view
 from fednl_runtime.fed_sync.aggregate import Rule
 from fednl_runtime.fed_sync.errors import BlobError, PolicyError, Refusal
-from fednl_runtime.fed_sync.fleet import Fleet, found
+from fednl_runtime.fed_sync.fleet import rounds, view
+from fednl_runtime.fed_sync.fleet.policy import Policy, agent_version
+from fednl_runtime.fed_sync.fleet.population import Fleet, found
 from fednl_runtime.fed_sync.manifest import open_manifest
 from fednl_runtime.fed_sync.optimize import ServerOptimizer
-from fednl_runtime.fed_sync.policy import Policy, agent_version
 from fednl_runtime.fed_sync.privacy import CentralPrivacy
 from fednl_runtime.fed_sync.update import new_update_id
 from fednl_runtime.rules import RuleSet, load_rules

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fednl_runtime.fed_sync.schedule import (
+from fednl_runtime.fed_sync.device.schedule import (
     LONGEST_S,
     Pace,
     delay_after_failure,

@@ -25,13 +25,13 @@ from hypothesis.stateful import (
 )
 from updates import RULES, SCHEMA, body_of, one_hot
 
-from fednl_runtime.fed_sync import intake, repository, rounds
 from fednl_runtime.fed_sync.errors import Refusal
-from fednl_runtime.fed_sync.fleet import Fleet, read_rules
+from fednl_runtime.fed_sync.fleet import intake, repository, rounds
+from fednl_runtime.fed_sync.fleet.policy import Policy
+from fednl_runtime.fed_sync.fleet.population import Fleet, read_rules
+from fednl_runtime.fed_sync.fleet.tables import Device, Update, Version
 from fednl_runtime.fed_sync.manifest import open_manifest
-from fednl_runtime.fed_sync.policy import Policy
 from fednl_runtime.fed_sync.signing import key_id, public_text, sign_text
-from fednl_runtime.fed_sync.tables import Device, Update, Version
 from fednl_runtime.fed_sync.update import new_update_id
 
 GOAL, MINIMUM = 3, 2

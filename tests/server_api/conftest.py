@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 
 from fednl_runtime.engine import Engine, EngineLimits
 from fednl_runtime.server_api.app import create_app
-from fednl_runtime.server_api.edge import EdgeOptions
-from fednl_runtime.server_api.serve_command import listen
+from fednl_runtime.server_api.commands.serve import listen
+from fednl_runtime.server_api.entrance.edge import EdgeOptions
+from fednl_runtime.server_api.entrance.transport import Http11
 from fednl_runtime.server_api.served import Served
-from fednl_runtime.server_api.transport import Http11
 
 LIMITS = EngineLimits(slots=2, queue=2, busy_wait_s=0.2, max_prompt_tokens=500, max_tokens=2000)
 

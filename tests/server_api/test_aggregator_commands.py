@@ -15,11 +15,11 @@ from click.testing import CliRunner, Result
 from fleets import join, send
 from updates import RULES, one_hot
 
-from fednl_runtime.fed_sync.fleet import found
-from fednl_runtime.fed_sync.policy import Policy
+from fednl_runtime.fed_sync.fleet.policy import Policy
+from fednl_runtime.fed_sync.fleet.population import found
 from fednl_runtime.rules import RuleSet
-from fednl_runtime.server_api.aggregator_commands import aggregator, fleet_at, policy_of
 from fednl_runtime.server_api.cli import cli
+from fednl_runtime.server_api.commands.aggregator import aggregator, fleet_at, policy_of
 
 PROGRAM = Path(sys.executable).with_name("fednl-runtime")
 

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fednl_runtime.engine import Engine
-from fednl_runtime.server_api.chat_template import PLAIN_STOP, ChatTemplate
-from fednl_runtime.server_api.schemas_chat import DEFAULT_MAX_TOKENS, ROLES
+from fednl_runtime.server_api.answering.chat_template import PLAIN_STOP, ChatTemplate
+from fednl_runtime.server_api.schemas.chat import DEFAULT_MAX_TOKENS, ROLES
 
 URL = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello the other day"}]

@@ -12,7 +12,7 @@ from models import random_params
 from fednl_runtime.errors import ModelFileError, RequestError
 from fednl_runtime.export.graph import export_model
 from fednl_runtime.onnx_backend import load
-from fednl_runtime.server_api.chat_template import MAX_TEMPLATE, PLAIN_NOTE, ChatTemplate
+from fednl_runtime.server_api.answering.chat_template import MAX_TEMPLATE, PLAIN_NOTE, ChatTemplate
 from fednl_runtime.server_api.served import Served
 
 TALK = [

@@ -25,10 +25,10 @@ from timing import load_factor, within
 
 import fednl_runtime
 from fednl_runtime import errors
-from fednl_runtime.server_api.banner import human, url
 from fednl_runtime.server_api.cli import COMMANDS, LazyGroup, cli
-from fednl_runtime.server_api.local import size
-from fednl_runtime.server_api.serve_command import listen
+from fednl_runtime.server_api.commands.banner import human, url
+from fednl_runtime.server_api.commands.local import size
+from fednl_runtime.server_api.commands.serve import listen
 
 COMMAND = [sys.executable, "-c", "from fednl_runtime.server_api.cli import main; main()"]
 

@@ -13,8 +13,8 @@ import pytest
 from engines import CONFIG, TOKENIZER, committed
 
 from fednl_runtime.engine import Engine
-from fednl_runtime.server_api.schemas import CompletionRequest
-from fednl_runtime.server_api.turn_of import SESSION_HEADERS
+from fednl_runtime.server_api.answering.turn_of import SESSION_HEADERS
+from fednl_runtime.server_api.schemas.completions import CompletionRequest
 from fednl_runtime.state import state_bytes
 from fednl_runtime.tokenizer import END_OF_TEXT
 

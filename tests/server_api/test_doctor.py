@@ -13,8 +13,8 @@ from certificates import write_certificate
 from click.testing import CliRunner
 from engines import write_tiny_model
 
-from fednl_runtime.server_api.checkup import certificate
 from fednl_runtime.server_api.cli import cli
+from fednl_runtime.server_api.commands.checkup import certificate
 
 NOW = datetime.datetime(2030, 1, 1, tzinfo=datetime.UTC)
 

@@ -23,8 +23,8 @@ from timing import within
 from fednl_runtime.engine import Engine
 from fednl_runtime.errors import SessionNotFoundError
 from fednl_runtime.server_api.app import create_app
-from fednl_runtime.server_api.drain import DrainingServer
-from fednl_runtime.server_api.serve_command import listen
+from fednl_runtime.server_api.commands.serve import listen
+from fednl_runtime.server_api.entrance.drain import DrainingServer
 from fednl_runtime.server_api.served import Served
 from fednl_runtime.session import SessionKey
 

@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.server_api.app import create_app
-from fednl_runtime.server_api.edge import host_name, is_loopback
-from fednl_runtime.server_api.scopes import OPEN, ROUTES, SCOPES
-from fednl_runtime.server_api.security import ApiKey, KeyRing, digest_of, key_ring
+from fednl_runtime.server_api.entrance.edge import host_name, is_loopback
+from fednl_runtime.server_api.entrance.scopes import OPEN, ROUTES, SCOPES
+from fednl_runtime.server_api.entrance.security import ApiKey, KeyRing, digest_of, key_ring
 from fednl_runtime.server_api.served import Served
 
 KEY = "a-key-of-some-length"

@@ -19,10 +19,10 @@ from fednl_runtime import errors
 from fednl_runtime.engine import Engine, EngineLimits
 from fednl_runtime.errors import SessionNotFoundError
 from fednl_runtime.guard import NormCaps
+from fednl_runtime.server_api.answering.streaming import sse
 from fednl_runtime.server_api.errors import STATUSES, GenerationError, ModelNotFoundError, describe
-from fednl_runtime.server_api.schemas import KINDS, CompletionRequest
-from fednl_runtime.server_api.schemas_chat import ROLES, ChatRequest
-from fednl_runtime.server_api.streaming import sse
+from fednl_runtime.server_api.schemas.chat import ROLES, ChatRequest
+from fednl_runtime.server_api.schemas.completions import KINDS, CompletionRequest
 from fednl_runtime.state_file import StateFormat
 from fednl_runtime.vault import StoreLimits
 

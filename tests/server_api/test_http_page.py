@@ -11,14 +11,14 @@ from fastapi.routing import APIRoute
 
 from fednl_runtime.engine import EngineLimits
 from fednl_runtime.sampling import MAX_BIAS, MAX_LOGPROBS, RANGES, SamplingParams
-from fednl_runtime.server_api.answers import session_object
+from fednl_runtime.server_api.answering.answers import session_object
+from fednl_runtime.server_api.answering.chat_template import PLAIN_NOTE, ChatTemplate
+from fednl_runtime.server_api.answering.turn_of import SESSION_HEADERS
 from fednl_runtime.server_api.app import ROUTES
-from fednl_runtime.server_api.chat_template import PLAIN_NOTE, ChatTemplate
-from fednl_runtime.server_api.edge import MAX_BODY_BYTES
+from fednl_runtime.server_api.entrance.edge import MAX_BODY_BYTES
 from fednl_runtime.server_api.errors import CODES, INTERNAL, STATUSES
-from fednl_runtime.server_api.schemas import MAX_COMPLETION_LOGPROBS, MAX_STOPS, CompletionRequest
-from fednl_runtime.server_api.schemas_chat import DEFAULT_MAX_TOKENS, ChatRequest
-from fednl_runtime.server_api.turn_of import SESSION_HEADERS
+from fednl_runtime.server_api.schemas.chat import DEFAULT_MAX_TOKENS, ChatRequest
+from fednl_runtime.server_api.schemas.completions import MAX_COMPLETION_LOGPROBS, MAX_STOPS, CompletionRequest
 from fednl_runtime.turn import TurnReport, TurnRequest
 
 PAGE = (Path(__file__).parents[2] / "docs/http.md").read_text()

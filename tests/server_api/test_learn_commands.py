@@ -18,9 +18,9 @@ from engines import TOKENIZER, write_tiny_model
 from fednl_runtime.corpus import documents
 from fednl_runtime.errors import RequestError
 from fednl_runtime.evaluate import ARMS, Arm
-from fednl_runtime.server_api import learn_commands
 from fednl_runtime.server_api.cli import cli
-from fednl_runtime.server_api.plot import draw_curves
+from fednl_runtime.server_api.commands import learn as learn_commands
+from fednl_runtime.server_api.commands.plot import draw_curves
 from fednl_runtime.tokenizer import END_OF_TEXT
 
 SENTENCES = ("the cat sat on the mat", "a dog ran over the hill", "small birds sing in the morning", "rain falls")

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from engines import until
 
-from fednl_runtime.server_api.logs import JsonLines, TextLines
+from fednl_runtime.server_api.observing.logs import JsonLines, TextLines
 
 
 @pytest.fixture(name="lines")

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.guard import NormCaps
-from fednl_runtime.server_api.security import key_ring
+from fednl_runtime.server_api.entrance.security import key_ring
 
 SERIES = r"_(bucket|count|sum|created)$"
 """What the names of a family's parts end in."""

@@ -13,8 +13,8 @@ from models import TINY, random_params
 from fednl_runtime.errors import ModelFileError, VerificationError
 from fednl_runtime.export.graph import export_model
 from fednl_runtime.export.weights import fingerprint
-from fednl_runtime.server_api import model_commands
 from fednl_runtime.server_api.cli import cli
+from fednl_runtime.server_api.commands import model as model_commands
 from fednl_runtime.state import state_bytes
 
 

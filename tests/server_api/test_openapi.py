@@ -16,11 +16,11 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
 
 from fednl_runtime.engine import EngineLimits
-from fednl_runtime.server_api import scopes
+from fednl_runtime.server_api.entrance import scopes
+from fednl_runtime.server_api.entrance.security import key_ring
 from fednl_runtime.server_api.openapi import ANSWERS, operations
-from fednl_runtime.server_api.schemas_answers import ChatChunk, CompletionChunk, ErrorAnswer
-from fednl_runtime.server_api.schemas_session_answers import Ingested, IngestProgress
-from fednl_runtime.server_api.security import key_ring
+from fednl_runtime.server_api.schemas.answers import ChatChunk, CompletionChunk, ErrorAnswer
+from fednl_runtime.server_api.schemas.session_answers import Ingested, IngestProgress
 
 LIMITS = EngineLimits(slots=2, queue=8, max_prompt_tokens=60, max_tokens=6)
 KEY = {"authorization": "Bearer secret"}

@@ -14,7 +14,7 @@ from engines import ENDLESS, committed, until
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.errors import SessionNotFoundError
-from fednl_runtime.server_api.security import ApiKey, KeyRing, digest_of
+from fednl_runtime.server_api.entrance.security import ApiKey, KeyRing, digest_of
 
 URL = "/v1/completions"
 Serve = Callable[..., contextlib.AbstractContextManager[str]]

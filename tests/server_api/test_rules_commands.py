@@ -18,7 +18,7 @@ from fednl_runtime.export.verify import file_parameters
 from fednl_runtime.onnx_backend import load
 from fednl_runtime.rules import RuleSet, load_rules
 from fednl_runtime.server_api.cli import cli
-from fednl_runtime.server_api.local import loaded
+from fednl_runtime.server_api.commands.local import loaded
 
 TEXT = "the cat sat on the mat. the dog ran over the hill.\n" * 120
 

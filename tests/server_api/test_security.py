@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from fednl_runtime.server_api.cli import cli
-from fednl_runtime.server_api.rate import RateLimit
-from fednl_runtime.server_api.scopes import SCOPES
-from fednl_runtime.server_api.security import ANYONE, KeyFileError, KeyRing, key_ring, load_keys, new_key
+from fednl_runtime.server_api.entrance.rate import RateLimit
+from fednl_runtime.server_api.entrance.scopes import SCOPES
+from fednl_runtime.server_api.entrance.security import ANYONE, KeyFileError, KeyRing, key_ring, load_keys, new_key
 
 LINE = 'a = { scopes = ["infer"], sha256 = "' + "0" * 64 + '" }\n'
 

@@ -17,7 +17,7 @@ from engines import committed, running_engine, until
 from fednl_runtime.engine import Engine
 from fednl_runtime.errors import StoreError
 from fednl_runtime.records import Settings
-from fednl_runtime.server_api.security import KeyRing, new_key
+from fednl_runtime.server_api.entrance.security import KeyRing, new_key
 from fednl_runtime.server_api.sweeper import sweeping
 from fednl_runtime.session import SessionKey
 from fednl_runtime.store import SessionStore

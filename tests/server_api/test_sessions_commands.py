@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from fednl_runtime.engine import Engine
 from fednl_runtime.server_api.cli import cli
-from fednl_runtime.server_api.security import KeyRing, new_key
-from fednl_runtime.server_api.sessions_commands import ago
+from fednl_runtime.server_api.commands.sessions import ago
+from fednl_runtime.server_api.entrance.security import KeyRing, new_key
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_ls_lists_every_session_in_lines_and_as_json(address):
 
 
 def test_ls_reads_every_page(address, http, monkeypatch):
-    monkeypatch.setattr("fednl_runtime.server_api.sessions_commands.PAGE", 1)
+    monkeypatch.setattr("fednl_runtime.server_api.commands.sessions.PAGE", 1)
     assert len(said(address, "ls")["sessions"]) == 2
 
 

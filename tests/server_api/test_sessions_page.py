@@ -10,11 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from fednl_runtime.records import MAX_UPDATES, Update
-from fednl_runtime.server_api import reading_routes, session_routes
 from fednl_runtime.server_api.cli import cli
-from fednl_runtime.server_api.local import size
-from fednl_runtime.server_api.schemas_session import MAX_NAME, MAX_PAIRS, MAX_VALUE
-from fednl_runtime.server_api.serve_command import serve
+from fednl_runtime.server_api.commands.local import size
+from fednl_runtime.server_api.commands.serve import serve
+from fednl_runtime.server_api.routes import reading as reading_routes
+from fednl_runtime.server_api.routes import sessions as session_routes
+from fednl_runtime.server_api.schemas.sessions import MAX_NAME, MAX_PAIRS, MAX_VALUE
 from fednl_runtime.vault import StoreLimits
 
 PAGE = (Path(__file__).parents[2] / "docs/sessions.md").read_text()

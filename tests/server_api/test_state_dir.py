@@ -17,8 +17,8 @@ from engines import CONFIG, tiny_tokenizer_json, write_tiny_model
 from models import random_params
 
 from fednl_runtime.export.graph import export_model
-from fednl_runtime.server_api.local import duration
-from fednl_runtime.server_api.state_dir import default_state_dir, described, model_folder, other_models
+from fednl_runtime.server_api.commands.local import duration
+from fednl_runtime.server_api.commands.state_dir import default_state_dir, described, model_folder, other_models
 
 COMMAND = [sys.executable, "-c", "from fednl_runtime.server_api.cli import main; main()"]
 SERVE = [*COMMAND, "serve", "--port", "0", "--threads", "1"]

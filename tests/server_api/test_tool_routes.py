@@ -10,7 +10,7 @@ from engines import CONFIG, TOKENIZER
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fednl_runtime.server_api.chat_template import PLAIN, PLAIN_NOTE
+from fednl_runtime.server_api.answering.chat_template import PLAIN, PLAIN_NOTE
 from fednl_runtime.state import state_bytes
 
 

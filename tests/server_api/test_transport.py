@@ -16,7 +16,7 @@ from engines import ENDLESS, running_engine, until
 from starlette.types import Receive, Scope, Send
 
 from fednl_runtime.engine import Engine
-from fednl_runtime.server_api.transport import Http11
+from fednl_runtime.server_api.entrance.transport import Http11
 
 Serve = Callable[..., contextlib.AbstractContextManager[str]]
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -13,8 +13,8 @@ from engines import running_engine, until
 from playwright.sync_api import Browser, Page, expect
 
 from fednl_runtime.engine import Engine
-from fednl_runtime.server_api.security import KeyRing, new_key
-from fednl_runtime.server_api.ui import page as whole_page
+from fednl_runtime.server_api.entrance.security import KeyRing, new_key
+from fednl_runtime.server_api.ui.page import page as whole_page
 
 HTML = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, Debian's package chromium")

@@ -1,0 +1,1 @@
+"""The device's side: its recent text, its own rules, the agent that syncs."""

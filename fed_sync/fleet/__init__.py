@@ -1,0 +1,1 @@
+"""The fleet's side: the endpoint, its rounds, and what it keeps."""

@@ -1,0 +1,1 @@
+"""From a request for text to its answer, whole or streamed."""

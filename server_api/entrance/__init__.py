@@ -1,0 +1,1 @@
+"""Who may come in, how much and how fast, and how everybody leaves."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 import numpy as np
+import numpy.typing as npt
 
 from fednl_runtime.errors import RequestError
 from fednl_runtime.state import Array
@@ -22,6 +23,8 @@ RANGES: dict[str, tuple[float, float]] = {
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_LENGTH = 8, 256
 MAX_BIAS = 100
+FIRST_TRIED = (64, 1024)
+"""Numbers of tokens among which top_p is looked for before all are sorted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +82,43 @@ def adjust(logits: Array, params: SamplingParams, history: Collection[int]) -> A
     return scores
 
 
+def likeliest(scores: Array, num: int) -> npt.NDArray[np.intp]:
+    """Indices of the `num` largest scores `[V]`, largest first; of equal ones the first comes first.
+
+    Only those that may be among them are sorted: to sort a vocabulary takes longer than to choose from it.
+    """
+    if num >= len(scores):
+        return np.argsort(-scores, kind="stable")
+    found = np.flatnonzero(scores >= np.partition(scores, -num)[-num]) if num else np.empty(0, np.intp)
+    return found[np.argsort(-scores[found], kind="stable")[:num]]
+
+
+def nucleus(weights: Array, params: SamplingParams) -> npt.NDArray[np.intp]:
+    """Tokens that top_k, then top_p leave of weights `[V]`, likeliest first."""
+    mass, kept = np.zeros(1), np.empty(0, np.intp)
+    total = 0.0 if params.top_k else weights.sum()
+    for num in (params.top_k,) if params.top_k else (*FIRST_TRIED, len(weights)):
+        kept = likeliest(weights, num)
+        mass = np.cumsum(weights[kept])
+        if mass[-1] >= params.top_p * total:
+            break
+    return kept[: 1 + int(np.searchsorted(mass, params.top_p * (total or mass[-1])))]
+
+
 def truncate(weights: Array, params: SamplingParams) -> Array:
     """Weights `[V]` with those outside top_k, then top_p, then min_p set to 0; one always remains."""
-    if not (params.top_k or params.top_p < 1 or params.min_p):
-        return weights
-    kept = np.argsort(-weights, kind="stable")[: params.top_k or None]
-    mass = np.cumsum(weights[kept])
-    kept = kept[: 1 + int(np.searchsorted(mass, params.top_p * mass[-1]))]
-    kept = kept[weights[kept] >= params.min_p * weights[kept[0]]]
-    truncated = np.zeros_like(weights)
-    truncated[kept] = weights[kept]
-    return truncated
+    if params.top_k or params.top_p < 1:
+        kept = nucleus(weights, params)
+        truncated = np.zeros_like(weights)
+        truncated[kept] = weights[kept]
+        weights = truncated
+    return np.where(weights >= params.min_p * weights.max(), weights, 0) if params.min_p else weights
+
+
+def draw(weights: Array, rng: np.random.Generator) -> int:
+    """An index, each as likely as its weight of `[V]`; the largest weight must be 1 or more."""
+    mass = np.cumsum(weights)
+    return int(mass.searchsorted(rng.random() * mass[-1], side="right"))
 
 
 def sample(logits: Array, params: SamplingParams, rng: np.random.Generator, history: Collection[int]) -> int:
@@ -99,8 +128,7 @@ def sample(logits: Array, params: SamplingParams, rng: np.random.Generator, hist
         return int(scores.argmax())
     with np.errstate(over="ignore", under="ignore"):
         weights = np.exp((scores - scores.max()) / params.temperature)
-    weights = truncate(weights, params)
-    return int(rng.choice(len(weights), p=weights / weights.sum()))
+    return draw(truncate(weights, params), rng)
 
 
 def log_softmax(logits: Array) -> Array:
@@ -112,5 +140,4 @@ def log_softmax(logits: Array) -> Array:
 
 def top_logprobs(logprobs: Array, num: int) -> tuple[tuple[int, float], ...]:
     """The `num` likeliest tokens of logprobs `[V]` with their log-probabilities, likeliest first."""
-    best = np.argsort(-logprobs, kind="stable")[:num]
-    return tuple((int(token), float(logprobs[token])) for token in best)
+    return tuple((int(token), float(logprobs[token])) for token in likeliest(logprobs, num))

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from fednl_runtime.errors import RequestError
-from fednl_runtime.sampling import SamplingParams, adjust, log_softmax, sample, top_logprobs, truncate
+from fednl_runtime.sampling import (
+    FIRST_TRIED,
+    SamplingParams,
+    adjust,
+    likeliest,
+    log_softmax,
+    sample,
+    top_logprobs,
+    truncate,
+)
 
 LOGITS = arrays(np.float32, st.integers(1, 13), elements=st.floats(-30, 30, width=32, allow_subnormal=False))
 WHOLE = st.floats(0, 1, allow_subnormal=False)
@@ -93,10 +102,10 @@ def test_log_softmax_is_normalised_and_ranks_like_the_logits(logits: np.ndarray)
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
         ("max_tokens", -1),
-        ("logprobs", 6),
+        ("logprobs", 21),
         ("logprobs", -1),
         ("stop", ("",)),
-        ("stop", ("a",) * 5),
+        ("stop", ("a",) * 9),
         ("stop", ("a" * 257,)),
         ("logit_bias", ((0, 101.0),)),
         ("logit_bias", ((0, float("nan")),)),
@@ -106,3 +115,31 @@ def test_a_value_out_of_range_is_refused_by_its_name(name: str, value: Any) -> N
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+@given(arrays(np.float32, st.integers(1, 40), elements=st.integers(-3, 3)), st.integers(0, 45))
+def test_the_likeliest_are_those_of_a_stable_sort(scores: np.ndarray, num: int) -> None:
+    assert likeliest(scores, num).tolist() == np.argsort(-scores, kind="stable")[:num].tolist()
+
+
+@given(st.integers(0, 2**31), st.floats(0.01, 0.99), WHOLE, st.floats(0.1, 30))
+def test_truncation_of_a_large_vocabulary_keeps_what_a_full_sort_keeps(
+    seed: int, top_p: float, min_p: float, spread: float
+) -> None:
+    logits = np.random.default_rng(seed).normal(size=FIRST_TRIED[-1] + 101) * spread
+    weights = np.exp(logits - logits.max())
+    kept = np.argsort(-weights, kind="stable")
+    mass = np.cumsum(weights[kept])
+    kept = kept[: 1 + int(np.searchsorted(mass, top_p * mass[-1]))]
+    expected = set(kept[weights[kept] >= min_p * weights[kept[0]]].tolist())
+    found = set(np.flatnonzero(truncate(weights, SamplingParams(top_p=top_p, min_p=min_p))).tolist())
+    assert len(found ^ expected) <= 1  # the one at which a sum that is rounded otherwise ends
+
+
+def test_a_draw_takes_the_token_at_which_the_summed_weights_pass_the_number_drawn() -> None:
+    logits = np.random.default_rng(2).normal(size=997).astype(np.float32)
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / 0.7)
+    drawn, chosen = np.random.default_rng(5), np.random.default_rng(5)
+    params = SamplingParams(temperature=0.7)
+    expected = [int(drawn.choice(997, p=weights / weights.sum())) for _ in range(200)]
+    assert [sample(logits, params, chosen, ()) for _ in range(200)] == expected

@@ -26,6 +26,7 @@ COMMANDS = {
     "export": "commands.model:export",
     "quantize": "commands.quantize:quantize",
     "verify": "commands.model:verify",
+    "bench": "commands.bench:bench",
     "train": "commands.learn:train",
     "eval": "commands.learn:evaluate",
     "rules": "commands.rules:rules",

@@ -1,0 +1,204 @@
+"""How fast a model reads, writes and learns here, beside what the memory of this machine allows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fednl_runtime.backend import FREEZE, LEARN, Backend, Stream
+from fednl_runtime.model_file import ModelFile
+from fednl_runtime.state import MemoryState
+from fednl_runtime.stopwatch import READ_BYTES, Timing, interleaved, reads, rss_anon, timed
+
+if TYPE_CHECKING:
+    from fednl_runtime.onnx_backend import OnnxBackend
+
+BATCHES = (1, 2, 4, 8, 16)
+STILL = (0.0, 0.0)
+"""Adapt scales at which nothing learns."""
+ARMS = {"all_learn": LEARN, "slow_frozen": FREEZE, "all_frozen": STILL}
+SAMPLES = 100
+"""Pieces of a long session whose time and memory are noted."""
+WARM_UP = 0.1
+"""Share of a long session after which memory is compared."""
+QUANTIZED = "MatMulNBits"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Tokens a second, with the seconds of one call of the model they follow from."""
+
+    tokens_per_second: float
+    call: Timing
+    bytes_per_second: float = 0.0
+    """Bytes of weights and memory that the calls had to read and write."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Rates of reading tokens, and the bytes a second at which one thread and all of them read plain memory.
+
+    The bandwidth is that of the fastest round, so that a share of it is never flattered.
+    """
+
+    rates: dict[str, Rate]
+    bandwidth_one: float
+    bandwidth_all: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One operator: how many nodes a token runs, and their microseconds a token."""
+
+    operator: str
+    nodes: float
+    microseconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Soak:
+    """A long session: seconds a token in its first and last tenth, and anonymous memory along the way in bytes."""
+
+    tokens: int
+    seconds: float
+    first_tenth: float
+    last_tenth: float
+    rss_anon: tuple[int, ...]
+    drift_percent: float | None
+
+
+def weight_bytes(model: ModelFile, file_bytes: int) -> int:
+    """Bytes of weights that one call of a model of `file_bytes` reads at least.
+
+    Half-precision weights are widened when they are loaded, so that four bytes a parameter are read; the matrices
+    of a quantised file are read as they lie there. Its second copy of the embedding is read at chunk ends alone.
+    """
+    c = model.config
+    if QUANTIZED not in model.operators:
+        return 4 * model.parameters
+    copy = c.vocab_size * c.d_model * 9 // 8 if c.top_rank else 0  # a byte a number, and a scale for each 32
+    return file_bytes - len(model.tokenizer_json.encode()) - copy
+
+
+def call_bytes(model: ModelFile, file_bytes: int, rows: int) -> int:
+    """Bytes that a call of one token in each of `rows` rows must move: weights, and each memory in and out."""
+    return weight_bytes(model, file_bytes) + 2 * rows * model.state_bytes
+
+
+def spread_out(backend: Backend, rows: int) -> Stream:
+    """Fresh sessions at different positions, as they are in life: boundaries come one row at a time."""
+    state = MemoryState.zeros(backend.config, rows)
+    state.position[:] = np.arange(rows) * (backend.segment // min(rows, backend.segment) or 1)
+    return backend.open(state)
+
+
+def one_by_one(stream: Stream, rows: int, steps: int, adapt: tuple[float, float] = LEARN) -> Callable[[], None]:
+    """A function that reads `steps` tokens in every row, one a call."""
+    scales, tokens = np.array([adapt] * rows, np.float32), np.arange(rows)[:, None]
+
+    def work() -> None:
+        for _ in range(steps):
+            stream.feed(tokens, scales)
+
+    return work
+
+
+def in_segments(backend: Backend, steps: int) -> Callable[[], None]:
+    """A function that reads a prompt of `steps` tokens, a segment a call."""
+    stream, scales = backend.open(MemoryState.zeros(backend.config)), np.array([LEARN], np.float32)
+    tokens = np.arange(backend.segment)[None] % backend.config.vocab_size
+
+    def work() -> None:
+        for _ in range(steps // backend.segment):
+            stream.feed(tokens, scales)
+
+    return work
+
+
+def reading(backend: OnnxBackend, file_bytes: int, threads: int, steps: int, rounds: int) -> Reading:
+    """Rates of prefill and of decode in batches, and the bandwidth, in the same rounds. Steps are whole segments."""
+    works = {f"decode_{rows}": one_by_one(spread_out(backend, rows), rows, steps) for rows in BATCHES}
+    with reads(threads) as memory:
+        timings = interleaved({**memory, "prefill": in_segments(backend, steps), **works}, rounds)
+    rates = {"prefill": rate_of(timings["prefill"], steps, steps // backend.segment)}
+    for rows in BATCHES:
+        traffic = call_bytes(backend.model, file_bytes, rows)
+        rates[f"decode_{rows}"] = rate_of(timings[f"decode_{rows}"], rows * steps, steps, traffic)
+    return Reading(rates, *(READ_BYTES / timings[name].low for name in memory))
+
+
+def rate_of(timing: Timing, tokens: int, calls: int, traffic: int = 0) -> Rate:
+    """The rate of work that read `tokens` in `calls` calls, each of which moves `traffic` bytes."""
+    return Rate(tokens / timing.median, timing.each(calls), calls * traffic / timing.median)
+
+
+def adaptation(backend: Backend, steps: int, rounds: int) -> dict[str, Timing]:
+    """A step of decode with everything learning, with the slow levels frozen, and with nothing learning.
+
+    One graph computes all three, so this is what a frozen session saves, not what learning costs: the writes
+    are made in each, with scales of 0.
+    """
+    works = {name: one_by_one(spread_out(backend, 1), 1, steps, scales) for name, scales in ARMS.items()}
+    return {name: timing.each(steps) for name, timing in interleaved(works, rounds).items()}
+
+
+def nodes(path: Path, threads: int, steps: int) -> list[Node]:
+    """Where a token's time goes, by operator, most first. Raises ModelFileError."""
+    from fednl_runtime.onnx_backend import OnnxBackend, open_session, session_options
+
+    options = session_options(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        options.enable_profiling, options.profile_file_prefix = True, str(Path(folder) / "profile")
+        session = open_session(path, options)
+        backend = OnnxBackend(session)
+        one_by_one(backend.open(MemoryState.zeros(backend.config)), 1, steps)()
+        events = json.loads(Path(session.end_profiling()).read_text())
+    return by_operator(events, steps)
+
+
+def by_operator(events: Iterable[dict[str, Any]], steps: int) -> list[Node]:
+    """Nodes and microseconds of each operator in onnxruntime's events of so many steps; a branch is not its nodes."""
+    count, spent = Counter[str](), Counter[str]()
+    for event in events:
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+            operator = event["args"]["op_name"]
+            count[operator] += 1
+            spent[operator] += event["dur"]
+    return [Node(name, count[name] / steps, total / steps) for name, total in spent.most_common()]
+
+
+def soak(backend: Backend, tokens: int, report: Callable[[int], None]) -> Soak:
+    """Read so many tokens into one session, a segment a call; `report` gets the tokens of each piece.
+
+    Memory is compared between the end of the warm-up and the last tenth.
+    """
+    size = max(1, tokens // backend.segment // SAMPLES)
+    read_piece = in_segments(backend, size * backend.segment)
+    seconds, memory = list[float](), list[int]()
+    for _ in range(max(1, tokens // (size * backend.segment))):
+        seconds.append(timed(read_piece)[0])
+        memory += [size_now] if (size_now := rss_anon()) is not None else []
+        report(size * backend.segment)
+    tenth, each = max(1, len(seconds) // 10), size * backend.segment
+    return Soak(
+        tokens=len(seconds) * each,
+        seconds=sum(seconds),
+        first_tenth=float(np.median(seconds[:tenth])) / each,
+        last_tenth=float(np.median(seconds[-tenth:])) / each,
+        rss_anon=tuple(memory[:: max(1, len(memory) // 10)]),
+        drift_percent=drift(memory) if memory else None,
+    )
+
+
+def drift(memory: list[int]) -> float:
+    """Change in percent from the tenth after the warm-up to the last tenth, of medians."""
+    tenth, start = max(1, len(memory) // 10), int(WARM_UP * len(memory))
+    before = float(np.median(memory[start : start + tenth]))
+    return 100 * (float(np.median(memory[-tenth:])) / before - 1)

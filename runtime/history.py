@@ -79,8 +79,9 @@ def find_start(head: Mark, marks: Sequence[Mark], text: bytes, mode: Mode) -> St
 
     In mode `history` that is the longest kept version of the current conversation that `text` begins
     with, at worst the version before the conversation. Mode `auto` does the same if such a version has
-    read anything, or if `text` is exactly what the conversation began with (its first answer is
-    asked for again); otherwise `text` follows what was read, as in mode `append`, and begins a conversation.
+    read anything, or if `text` begins with all that the conversation's first answer was an answer to (it is
+    asked for again, or it comes back changed: a client trims it, a stop string cut it, a user edited it);
+    otherwise `text` follows what was read, as in mode `append`, and begins a conversation.
 
     Raises:
         SnapshotNotFoundError: in mode `history`, the version before the conversation is not kept any more.
@@ -91,10 +92,7 @@ def find_start(head: Mark, marks: Sequence[Mark], text: bytes, mode: Mode) -> St
     if known := [mark for mark in conversation if _begins(text, mark)]:
         best = max(known, key=lambda mark: (mark.length, mark.version))
         return Start(best, best.anchor, best.length)
-    repeated = any(
-        mark.parent == mark.anchor and (mark.prompt_length, mark.prompt_digest) == (len(text), digest(text))
-        for mark in conversation
-    )
+    repeated = any(mark.parent == mark.anchor and _begins_with_prompt(text, mark) for mark in conversation)
     before = Mark() if head.anchor == 0 else next((mark for mark in marks if mark.version == head.anchor), None)
     if before is not None and (mode == "history" or repeated):
         return Start(before, head.anchor)
@@ -110,3 +108,10 @@ def _begins(text: bytes, mark: Mark) -> bool:
     """Whether `text` begins with what `mark` has read and goes on at the start of a character."""
     rest = text[mark.length : mark.length + 1]
     return len(text) >= mark.length and not b"\x80" <= rest < b"\xc0" and digest(text[: mark.length]) == mark.digest
+
+
+def _begins_with_prompt(text: bytes, mark: Mark) -> bool:
+    """Whether `text` begins with what `mark` had read before its answer; nothing begins only nothing."""
+    if not mark.prompt_length:
+        return not text
+    return digest(text[: mark.prompt_length]) == mark.prompt_digest

@@ -66,6 +66,19 @@ def test_the_first_answer_can_be_regenerated_on_top_of_an_old_memory(mode):
     assert find_start(marks[-1], marks, TURNS[0][0].encode(), mode) == Start(old, 7)
 
 
+@pytest.mark.parametrize("answer", ["A: 1", "A: one\n", ""])
+def test_a_first_answer_that_comes_back_changed_is_not_learnt_on_top_of_itself(answer):
+    old = Mark(version=7, content=7, anchor=6)
+    marks = [old, *talk(TURNS[:2], anchor=7)]
+    assert find_start(marks[-1], marks, text([(TURNS[0][0], answer)], "Q: two\n"), "auto") == Start(old, 7)
+
+
+def test_a_conversation_that_began_with_nothing_is_repeated_by_nothing_only():
+    marks = talk([("", "A: 1\n")])
+    assert find_start(marks[-1], marks, b"", "auto") == Start(Mark(), 0)
+    assert find_start(marks[-1], marks, b"Q: one\n", "auto") == Start(marks[-1], 1)
+
+
 def test_a_history_that_matches_nothing_follows_in_mode_auto_and_starts_over_in_mode_history():
     new = text([], "Q: something else\n")
     assert find_start(MARKS[-1], MARKS, new, "auto") == Start(MARKS[-1], 3)

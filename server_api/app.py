@@ -19,12 +19,23 @@ from fednl_runtime.server_api.routes import operations as ops_routes
 from fednl_runtime.server_api.routes import reading as reading_routes
 from fednl_runtime.server_api.routes import requests as request_routes
 from fednl_runtime.server_api.routes import sessions as session_routes
+from fednl_runtime.server_api.routes import sync as sync_routes
 from fednl_runtime.server_api.routes import tools as tool_routes
 from fednl_runtime.server_api.served import Served
 from fednl_runtime.server_api.sweeper import sweeping
 from fednl_runtime.server_api.ui import page as ui
 
-ROUTES = (openai_routes, session_routes, reading_routes, request_routes, tool_routes, ops_routes, openapi, ui)
+ROUTES = (
+    openai_routes,
+    session_routes,
+    reading_routes,
+    request_routes,
+    tool_routes,
+    ops_routes,
+    sync_routes,
+    openapi,
+    ui,
+)
 """The modules whose routes the server has."""
 
 

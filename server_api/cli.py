@@ -30,6 +30,7 @@ COMMANDS = {
     "train": "commands.learn:train",
     "eval": "commands.learn:evaluate",
     "rules": "commands.rules:rules",
+    "sync": "commands.sync:sync",
     "aggregator": "commands.aggregator:aggregator",
     "version": "cli:version",
 }

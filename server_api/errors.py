@@ -34,6 +34,10 @@ class StateFileError(FednlError):
     """A file that was sent to become a session cannot: it is damaged, or belongs to another model."""
 
 
+class SyncOffError(FednlError):
+    """The server takes part in no federation."""
+
+
 class GenerationError(FednlError):
     """The model failed on a turn, which was rolled back; the log says how."""
 
@@ -75,6 +79,7 @@ STATUSES: Mapping[type[Exception], Status] = {
     errors.StateError: Status(409, code="state_unusable", retry=False),
     errors.VersionConflictError: Status(409, code="session_version_conflict", retry=False),
     RequestNotFoundError: Status(404, code="request_not_found"),
+    SyncOffError: Status(409, code="sync_off", retry=False),
     errors.CancelledTurnError: Status(409, code="cancelled", retry=False),
     errors.AnswerGoneError: Status(409, code="answer_gone", retry=False),
     errors.SessionBusyError: Status(409, code="session_busy", retry=True),

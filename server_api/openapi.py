@@ -13,7 +13,7 @@ import fednl_runtime
 from fednl_runtime.server_api.entrance.scopes import OCTETS, OPEN
 from fednl_runtime.server_api.entrance.scopes import ROUTES as SCOPES
 from fednl_runtime.server_api.errors import json_answer
-from fednl_runtime.server_api.schemas import answers
+from fednl_runtime.server_api.schemas import answers, sync
 from fednl_runtime.server_api.schemas import session_answers as sessions
 
 Model: TypeAlias = type[answers.Answer]
@@ -68,6 +68,10 @@ ANSWERS: Mapping[str, tuple[int, Media]] = {
     "GET /v1/sessions/{session_id}/snapshots": (200, as_json(sessions.SnapshotPage)),
     "POST /v1/sessions/{session_id}/snapshots": (201, as_json(sessions.VersionView)),
     "DELETE /v1/sessions/{session_id}/snapshots/{name}": (200, as_json(sessions.SnapshotDeleted)),
+    "GET /v1/sync/status": (200, as_json(sync.SyncStatus)),
+    "POST /v1/sync/flush": (200, as_json(sync.SyncStatus)),
+    "POST /v1/sync/pause": (200, as_json(sync.SyncStatus)),
+    "POST /v1/sync/resume": (200, as_json(sync.SyncStatus)),
 }
 """Status and bodies of each route that does what it is asked. Whoever adds a route adds it here."""
 
@@ -76,7 +80,7 @@ ERRORS: Mapping[int, str] = {
     401: "The API key is missing or wrong.",
     403: "The API key is not good for this.",
     404: "There is no such model, session, version or request.",
-    409: "The session is busy, at another version, or there already; or the request was cancelled.",
+    409: "The session is busy, at another version, or there already; the request was cancelled; or nothing syncs.",
     413: "The body is too large.",
     415: "The body is of another media type.",
     421: "The server does not answer to this host name.",
@@ -150,7 +154,7 @@ def errors_of(name: str, operation: Mapping[str, Any]) -> list[int]:
         codes |= {400, 413, 415}
     if "parameters" in operation:
         codes |= {400, 404}
-    if "{session_id}" in name or name.startswith(("POST /v1", "DELETE /v1")):
+    if "{session_id}" in name or name.startswith(("POST /v1", "DELETE /v1", "GET /v1/sync")):
         codes |= {404, 409}
     return sorted(codes)
 

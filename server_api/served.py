@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
@@ -13,6 +13,9 @@ from fednl_runtime.engine import Engine
 from fednl_runtime.model_file import ModelFile
 from fednl_runtime.server_api.answering.chat_template import ChatTemplate
 from fednl_runtime.server_api.errors import ModelNotFoundError
+
+if TYPE_CHECKING:
+    from fednl_runtime.fed_sync.device.agent import Agent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +30,17 @@ class Served:
     template: ChatTemplate = dataclasses.field(default_factory=ChatTemplate)
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Facts of the model file, under llama.cpp's names where it has them."""
+    agent: Agent | None = None
+    """What syncs the rules with a fleet, if anything does."""
 
     @classmethod
-    def of(cls, engine: Engine, file: ModelFile, path: Path) -> Served:
+    def of(cls, engine: Engine, file: ModelFile, path: Path, agent: Agent | None = None) -> Served:
         """An engine on the model file at `path`. Raises ModelFileError."""
         facts = path.stat()
         meta = {"n_params": file.parameters, "size": facts.st_size, "fingerprint": file.fingerprint}
-        return cls(engine, file.name, int(facts.st_mtime), template=ChatTemplate.of(file.metadata), meta=meta)
+        return cls(
+            engine, file.name, int(facts.st_mtime), template=ChatTemplate.of(file.metadata), meta=meta, agent=agent
+        )
 
     def model_object(self) -> dict[str, Any]:
         """OpenAI's model object, with llama.cpp's meta."""

@@ -83,7 +83,6 @@ class Agent:
         """Contact the endpoint if it is time; seconds until something may be due again. Never raises."""
         try:
             if self._notes.get("paused", False):
-                self._state = "paused"
                 return LOOK_AGAIN_S
             flushed = self._flush.is_set()
             self._flush.clear()

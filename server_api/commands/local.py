@@ -12,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from fednl_runtime.engine import Engine, EngineLimits
     from fednl_runtime.onnx_backend import OnnxBackend
+    from fednl_runtime.store import Journal
     from fednl_runtime.vault import StoreLimits
 
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -124,12 +125,18 @@ def loaded(path: Path, threads: int | None, rules: Path | None) -> OnnxBackend:
 
 
 @contextlib.contextmanager
-def engine_on(backend: OnnxBackend, limits: EngineLimits | None = None, folder: Path | None = None) -> Iterator[Engine]:
+def engine_on(
+    backend: OnnxBackend,
+    limits: EngineLimits | None = None,
+    folder: Path | None = None,
+    journal: Journal | None = None,
+) -> Iterator[Engine]:
     """An engine on a loaded model that keeps its sessions in `folder`, shut down at the end. Raises StoreError."""
     from fednl_runtime.engine import Engine
     from fednl_runtime.tokenizer import Tokenizer
 
-    engine = Engine(backend, Tokenizer(backend.tokenizer_json, backend.config.vocab_size), limits, folder=folder)
+    tokenizer = Tokenizer(backend.tokenizer_json, backend.config.vocab_size)
+    engine = Engine(backend, tokenizer, limits, folder=folder, journal=journal)
     try:
         yield engine
     finally:

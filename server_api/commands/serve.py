@@ -17,13 +17,13 @@ from fednl_runtime.server_api.commands.local import (
     RULES,
     THREADS,
     Command,
-    engine_on,
     kept_sessions,
     loaded,
     session_options,
     size,
 )
 from fednl_runtime.server_api.commands.model import chosen
+from fednl_runtime.server_api.commands.sync import sync_options, taken
 
 KEY_VARIABLE = "FEDNL_API_KEY"
 MAX_HEAD_BYTES = 1 << 20
@@ -67,6 +67,7 @@ def access_options(command: Command) -> Command:
 )
 @access_options
 @session_options
+@sync_options
 @RULES
 @THREADS
 def serve(
@@ -99,6 +100,7 @@ def serve(
     from fednl_runtime.engine import EngineLimits
     from fednl_runtime.server_api.app import create_app
     from fednl_runtime.server_api.commands.banner import Listening, banner
+    from fednl_runtime.server_api.commands.syncing import synced_engine
     from fednl_runtime.server_api.entrance.drain import run
     from fednl_runtime.server_api.entrance.edge import EdgeOptions, is_loopback
     from fednl_runtime.server_api.entrance.security import key_ring
@@ -114,10 +116,13 @@ def serve(
     tls = tls_files(tls_cert, tls_key)
     path = chosen(file, option)
     backend = loaded(path, threads, rules)
+    sync = taken(sessions)
     folder, store = kept_sessions(backend.fingerprint, **sessions)
     limits = EngineLimits(slots=slots, queue=queue, max_tokens=max_tokens, store=store)
-    with listen(host, port) as sock, engine_on(backend, limits, folder) as engine:
-        engine.calibrate()
+    with (
+        listen(host, port) as sock,
+        synced_engine(backend, path, limits, folder, sync, rules is None) as (engine, agent),
+    ):
         listening = Listening(sock.getsockname(), tls is not None, len(ring), api_key is not None, folder)
         configure(log_format)
         if log_format == "json":
@@ -132,7 +137,7 @@ def serve(
             max(max_body, 2 * engine.state_bytes + MAX_HEAD_BYTES),
             rate,
         )
-        run(create_app(Served.of(engine, backend.model, path), options), sock, drain_timeout, tls)
+        run(create_app(Served.of(engine, backend.model, path, agent), options), sock, drain_timeout, tls)
 
 
 def origins(given: tuple[str, ...]) -> tuple[str, ...]:

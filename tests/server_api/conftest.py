@@ -24,9 +24,12 @@ from fednl_runtime.server_api.served import Served
 LIMITS = EngineLimits(slots=2, queue=2, busy_wait_s=0.2, max_prompt_tokens=500, max_tokens=2000)
 
 
-def serving(engine: Engine, keep_alive_s: float = 15.0, **options: Any) -> contextlib.AbstractContextManager[str]:
+def serving(
+    engine: Engine, keep_alive_s: float = 15.0, agent: Any = None, **options: Any
+) -> contextlib.AbstractContextManager[str]:
     """The address of a server around `engine`."""
-    return serving_app(create_app(Served(engine, "tiny", 1_700_000_000, keep_alive_s), EdgeOptions(**options)))
+    served = Served(engine, "tiny", 1_700_000_000, keep_alive_s, agent=agent)
+    return serving_app(create_app(served, EdgeOptions(**options)))
 
 
 @contextlib.contextmanager

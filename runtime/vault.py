@@ -20,6 +20,10 @@ from fednl_runtime.state import MemoryState
 from fednl_runtime.state_file import StateFormat
 
 
+DATABASE = "sessions.db"
+"""Beside the state files."""
+
+
 @dataclasses.dataclass(frozen=True)
 class StoreLimits:
     """How much is kept. Sizes in bytes; `ttl_s` in seconds after a session's last use, None for ever."""
@@ -57,7 +61,9 @@ class Vault:
         self._counts: collections.defaultdict[str, float] = collections.defaultdict(float)
         with contextlib.ExitStack() as opened:
             opened.callback(self.files.close)
-            self.records = Records(None if folder is None else folder / "sessions.db")
+            database = None if folder is None else folder / DATABASE
+            self._refuse_orphans(database)
+            self.records = Records(database)
             opened.callback(self.records.close)
             self._drop_strays()
             opened.pop_all()
@@ -190,6 +196,15 @@ class Vault:
             with contextlib.suppress(StoreError):
                 self._delete_files(key, stored)
             raise
+
+    def _refuse_orphans(self, database: Path | None) -> None:
+        """Raise StoreError if the database is lost: under an empty one every memory would be a stray, and be deleted."""
+        if database is None or (database.exists() and database.stat().st_size):
+            return
+        if self.files.names():
+            raise StoreError(
+                f"{database} is missing or empty, and without it the sessions cannot be found. Restore it."
+            )
 
     def _drop_strays(self) -> None:
         """Delete files of versions that were never committed: the process was killed in between."""

@@ -55,6 +55,23 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_folder_without_its_database_is_refused_and_loses_nothing(tmp_path: Path, empty: bool) -> None:
+    with running_engine(folder=tmp_path) as engine:
+        say(engine)
+        kept = head(engine)
+    database = tmp_path / "sessions.db"
+    saved = database.read_bytes()
+    database.unlink()
+    if empty:
+        database.touch()
+    with pytest.raises(StoreError, match="Restore it"), running_engine(folder=tmp_path):
+        pass
+    database.write_bytes(saved)
+    with running_engine(folder=tmp_path) as engine:
+        assert head(engine) == kept
+
+
 def test_a_restarted_session_reads_the_new_tokens_alone_and_answers_as_if_never_stopped(tmp_path: Path) -> None:
     with running_engine() as unbroken:
         expected = [(say(unbroken, retry=Retry("d"))[0], head(unbroken)) for _ in range(4)]

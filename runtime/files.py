@@ -93,7 +93,7 @@ class DiskFiles:
     def __init__(self, folder: Path) -> None:
         """Take the folder, making it if need be. Raises StoreError."""
         with _storing(folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
             self._states = folder / "states"
             self._states.mkdir(mode=0o700, exist_ok=True)
             with _locked(folder) as locked:
@@ -180,6 +180,12 @@ class DiskFiles:
             crash_point("file_before_flush")
             os.fsync(file.fileno())
         crash_point("file_before_rename")
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for their owner alone. Raises OSError."""
+    for path in (*reversed(folder.parents), folder):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _locked(folder: Path) -> contextlib.ExitStack:

@@ -65,7 +65,7 @@ def test_folders_and_files_are_their_owners_alone(files: DiskFiles, tmp_path: Pa
     folder = tmp_path / "sessions"
     assert [mode(folder / name) for name in (".", "states")] == [0o700, 0o700]
     assert [mode(folder / name) for name in ("lock", "secret", "states/x")] == [0o600, 0o600, 0o600]
-    assert mode(tmp_path / "deep/er") == 0o700
+    assert [mode(tmp_path / name) for name in ("deep", "deep/er")] == [0o700, 0o700]
 
 
 def test_names_tell_nothing_and_are_another_folders_own(files: DiskFiles, tmp_path: Path) -> None:

@@ -77,10 +77,7 @@ class Tokenizer:
         Raises:
             RequestError: the text holds half a surrogate pair, which no UTF-8 text can.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"The text is not Unicode: half a surrogate pair at {error.start}.", "prompt") from error
+        require_unicode(text, "prompt")
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -95,3 +92,11 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(tokens).decode("utf-8", "replace")
+
+
+def require_unicode(text: str, param: str) -> None:
+    """Raise RequestError, naming `param`, if `text` holds half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"The text is not Unicode: half a surrogate pair at {error.start}.", param) from error

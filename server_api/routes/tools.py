@@ -14,7 +14,7 @@ from fednl_runtime.sampling import SamplingParams
 from fednl_runtime.server_api.errors import naming
 from fednl_runtime.server_api.schemas.tools import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from fednl_runtime.server_api.served import served_by
-from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer
+from fednl_runtime.tokenizer import END_OF_TEXT, Tokenizer, require_unicode
 
 router = APIRouter()
 
@@ -42,8 +42,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, request: Request) -> Response:
     """The text that a chat request with these messages makes of them."""
-    served = served_by(request)
-    return JSONResponse({"prompt": await asyncio.to_thread(served.template.render, body.conversation())})
+    prompt = await asyncio.to_thread(served_by(request).template.render, body.conversation())
+    require_unicode(prompt, "messages")
+    return JSONResponse({"prompt": prompt})
 
 
 @router.get("/props")

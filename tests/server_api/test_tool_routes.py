@@ -66,7 +66,15 @@ def test_a_wrong_field_is_400_and_named(http: httpx.Client, path: str, body: dic
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(http: httpx.Client) -> None:
-    headers = {"content-type": "application/json"}
-    response = http.post("/tokenize", content=b'{"content": "\\ud800"}', headers=headers)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "content")
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", b'{"content": "\\ud800"}', "content"),
+        ("/apply-template", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages"),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
+    http: httpx.Client, path: str, body: bytes, param: str
+) -> None:
+    response = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)

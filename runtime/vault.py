@@ -19,7 +19,6 @@ from fednl_runtime.session import Session, SessionKey
 from fednl_runtime.state import MemoryState
 from fednl_runtime.state_file import StateFormat
 
-
 DATABASE = "sessions.db"
 """Beside the state files."""
 
@@ -198,7 +197,7 @@ class Vault:
             raise
 
     def _refuse_orphans(self, database: Path | None) -> None:
-        """Raise StoreError if the database is lost: under an empty one every memory would be a stray, and be deleted."""
+        """Raise StoreError if the database is lost: under an empty one every memory would be a stray, to be deleted."""
         if database is None or (database.exists() and database.stat().st_size):
             return
         if self.files.names():

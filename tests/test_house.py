@@ -170,14 +170,14 @@ def imported(files: list[Path]) -> set[str]:
 
 def test_every_imported_library_is_a_declared_dependency():
     vocabulary = {"pydantic", "starlette"}  # FastAPI's own
-    assert imported(SOURCES) <= libraries("aggregator", "export", "plots") | vocabulary
-    assert imported(FILES) <= libraries("aggregator", "export", "plots", "dev") | vocabulary
+    assert imported(SOURCES) <= libraries("aggregator", "export", "gpu", "plots") | vocabulary
+    assert imported(FILES) <= libraries("aggregator", "export", "gpu", "plots", "dev") | vocabulary
 
 
 def test_every_declared_dependency_is_imported():
     tools = {"mypy", "pytest-cov", "ruff"}
     by_url = {"psycopg"}  # SQLAlchemy imports the driver that a database's address names
-    assert libraries("aggregator", "export", "plots") - by_url <= imported(SOURCES)
+    assert libraries("aggregator", "export", "gpu", "plots") - by_url <= imported(SOURCES)
     assert libraries("dev") - tools <= imported(FILES)
 
 
@@ -211,7 +211,7 @@ def test_the_installed_wheel_holds_the_code_the_licence_the_models_and_nothing_e
     files = {name for name in installed if "__pycache__" not in name and ".dist-info/" not in name}
     models = {f"fednl_runtime/models/{path.name}" for path in MODELS}
     expected = {f"fednl_runtime/{name_of(path).removeprefix('runtime/')}" for path in SOURCES}
-    page = {f"fednl_runtime/server_api/{name}" for name in UI_FILES}
+    page = {f"fednl_runtime/server_api/ui/{name}" for name in UI_FILES}
     assert {name for name in files if "/bin/" not in name} == expected | models | page | {"fednl_runtime/py.typed"}
     assert any(name.endswith("LICENSE") for name in installed)
 

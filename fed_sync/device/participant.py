@@ -137,10 +137,22 @@ class Participant:
         self._send(exchange, path)
         self._pull(exchange, population)
         self._watch()
-        terms = self._check_in(exchange, path)
-        if terms is not None and self._learn(terms, stopped):
-            self._send(exchange, path)
+        if self._ready():
+            terms = self._check_in(exchange, path)
+            if terms is not None and self._learn(terms, stopped):
+                self._send(exchange, path)
         return exchange.next_sync
+
+    def _ready(self) -> bool:
+        """Whether there is something to train: rules in use that were not trained yet, and enough text for them.
+
+        Only then is the endpoint asked for its terms; a contact with nothing to do is one request.
+        """
+        if self.live is None or self.device.outbox.made_for(self.version):
+            return False
+        text = self.device.recent.read()
+        enough = len(text.tokens) >= self.settings.least_tokens
+        return enough and self.device.notes.get("tried") != [self.version, text.last]
 
     def _send(self, exchange: Exchange, path: str) -> None:
         """Send the updates that wait, one after the other, until each is accepted or refused for good."""
@@ -246,18 +258,14 @@ class Participant:
     def _learn(self, terms: Terms, stopped: Callable[[], bool]) -> bool:
         """Train the rules in use on recent text and put the difference into the outbox; whether there is one."""
         base, outbox, notes = self.live, self.device.outbox, self.device.notes
-        if base is None or outbox.made_for(base.version):
-            return False
+        assert base is not None, "who is ready has rules"
         mark = outbox.mark()
         text = self.device.recent.read()
-        tried = [base.version, text.last]
-        if len(text.tokens) < self.settings.least_tokens or notes.get("tried") == tried:
-            return False
         with self.model.opened() as opened:
             if opened.gradients is None:
                 raise RulesError("The model has no gradient graph beside it, so its rules cannot be trained.")
             learnt = self._train(opened, base.rules, text.tokens[-self.settings.most_tokens :], stopped)
-        notes.set(tried=tried)
+        notes.set(tried=[base.version, text.last])
         if learnt is None:
             return False
         notes.set(learnt={"before": learnt.before, "after": learnt.after, "tokens": learnt.num_tokens})

@@ -81,13 +81,13 @@ def test_a_second_contact_neither_trains_nor_fetches_again(fleet, phone):
     down = phone.device.notes.spent(fleet.clock())[1]
     phone.contact()
     assert len(phone.device.outbox.fates()) == len(pending(fleet)) == 1
-    assert phone.device.notes.get("reason") == "device_already_contributed"
-    assert phone.device.notes.spent(fleet.clock())[1] - down < 1500
+    assert phone.device.notes.spent(fleet.clock())[1] - down < 500  # one answer without a body
 
 
 def test_a_new_version_goes_live_and_is_trained_on(fleet, phone):
     phone.contact()
     rounds.publish_now(fleet)
+    fleet.clock.now += 1
     phone.contact()
     assert phone.part.version == 2
     np.testing.assert_allclose(SCHEMA.vector(phone.used[-1]), rules_now(fleet))

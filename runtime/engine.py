@@ -248,6 +248,7 @@ class Engine:
         text = self.tokenizer.decode_bytes(request.prompt)
         start = find_start(record.head, record.marks, text, request.mode)
         beginning = self._begin(record, start, request.prompt, text)
+        self.sessions.touch(request.key)
         if not request.writes:
             ending = yield from self._run(beginning, request, stop)
             return Outcome(ending.report)

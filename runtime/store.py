@@ -76,6 +76,18 @@ class SessionStore:
             raise SessionNotFoundError(f"There is no session {key.id!r}.")
         return record
 
+    def touch(self, key: SessionKey) -> None:
+        """Note that a session with a time to live is in use, at most every hundredth of that time.
+
+        A turn that keeps nothing makes no version that would tell. What cannot be written down is let be.
+        """
+        with self._writer(key), contextlib.suppress(StoreError):
+            record, now = self._vault.records.get(key), time.time()
+            if record is None or record.settings.ttl_s is None or record.expired(now):
+                return
+            if now > record.used + record.settings.ttl_s / 100:
+                self._vault.records.commit(dataclasses.replace(record, used=now))
+
     def load(self, record: Record, mark: Mark) -> Session:
         """The memory of a version, as the base of the version that follows the head. Raises StateError."""
         return self._vault.read(record, mark)

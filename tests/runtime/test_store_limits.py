@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engines import running_engine
 from models import TINY
 from stores import EMPTY, FORM, KEY, OTHER, began, files, head, limited, write
-from turns import bits
+from turns import bits, say
 
 from fednl_runtime.errors import (
     SessionExistsError,
@@ -21,6 +22,9 @@ from fednl_runtime.records import Settings
 from fednl_runtime.session import SessionKey
 from fednl_runtime.store import SessionStore
 from fednl_runtime.vault import StoreLimits
+
+MINE = SessionKey("", "a")
+"""The session of `say`."""
 
 
 @pytest.fixture(name="folder", params=["memory", "folder"])
@@ -107,6 +111,20 @@ def test_a_session_is_gone_after_its_time_and_every_use_prolongs_it(store: Sessi
     assert store.page("owner") == []
     assert store.sweep() == 1
     assert (files(store), store.stats()["sessions"]) == (0, 0)
+
+
+def test_a_turn_that_keeps_nothing_prolongs_a_session_too(clock: list[float]) -> None:
+    with running_engine() as engine:
+        engine.sessions.create(MINE, Settings(ttl_s=60))
+        say(engine)
+        for _ in range(3):
+            clock[0] += 50
+            say(engine, learn=False)
+        assert engine.sessions.get(MINE).head.version == 1
+        clock[0] += 61
+        say(engine, learn=False)
+        with pytest.raises(SessionNotFoundError):
+            engine.sessions.get(MINE)
 
 
 def test_a_session_that_outlived_its_time_begins_anew(store: SessionStore, clock: list[float]) -> None:

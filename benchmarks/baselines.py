@@ -1,11 +1,13 @@
-"""A sliding-window transformer that the trainer and the scores take for a Hope: the baseline.
+"""Sliding-window transformers that the trainer and the scores take for a Hope: the baselines.
 
 Pre-norm blocks of rotary attention over the last `WINDOW` tokens and a gated MLP, tied embedding. Keys
-and values of the last window are its state, so text streams through it as through Hope.
+and values of the last window are their state, so text streams through them as through Hope. One is a
+transformer and nothing else; the other has Hope's top level on it, so that what the blocks are worth shows.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fednl_runtime import recurrence as rec
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.export.checkpoint import load_checkpoint, load_training
 from fednl_runtime.export.data import find_sources, load_source
 from fednl_runtime.export.train import Trainer, TrainSettings, set_up_torch
-from fednl_runtime.hope import Hope, constant, normal
+from fednl_runtime.hope import Hope, TopLevel, constant, normal
 from fednl_runtime.recurrence import TensorDict
 from fednl_runtime.server_api.commands.learn import HELD_OUT
+from fednl_runtime.state import state_shapes
 
 WINDOW = 512
 """Tokens that a token attends to, itself included."""
@@ -32,11 +34,12 @@ def size(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def hidden_width(c: HopeConfig) -> int:
+def hidden_width(c: HopeConfig, top_rank: int) -> int:
     """Width of the gated MLP that makes a transformer of this depth and width as large as the Hope."""
     with torch.device("meta"):
         total = size(Hope(c))
-    others = c.vocab_size * c.d_model + c.d_model + c.n_layer * (4 * c.d_model**2 + 2 * c.d_model)
+    top = top_rank * c.d_model + 2 * bool(top_rank)
+    others = c.vocab_size * c.d_model + c.d_model + c.n_layer * (4 * c.d_model**2 + 2 * c.d_model) + top
     return (total - others) // (3 * c.d_model * c.n_layer)
 
 
@@ -64,26 +67,33 @@ class TransformerBlock(nn.Module):
 class Transformer(Hope):
     """The baseline of a Hope of configuration `config`: as deep, as wide, and as large."""
 
+    has_top = False
+
     def __init__(self, config: HopeConfig, compute: torch.dtype | None = None) -> None:
         nn.Module.__init__(self)
-        self.config, self.compute = config, compute
+        self.config = config if self.has_top else dataclasses.replace(config, top_rank=0)
+        self.compute = compute
         self.embedding = normal(config.vocab_size, config.d_model, std=0.02)
-        hidden = hidden_width(config)
+        hidden = hidden_width(config, self.config.top_rank)
         self.layers = nn.ModuleList(TransformerBlock(config, hidden) for _ in config.layers)
         self.norm = constant(1, config.d_model)
+        if self.config.top_rank:
+            self.top = TopLevel(config)
 
     def compile(self) -> None:
         """Fuse each block with torch.compile."""
-        self.block = torch.compile(self.block, dynamic=False)  # type: ignore[method-assign]
+        self.attend = torch.compile(self.attend, dynamic=False)  # type: ignore[method-assign]
 
     def zeros(self, batch: int = 1) -> TensorDict:
         """The state of `batch` fresh sessions: keys and values of the tokens before."""
         c = self.config
         shape = (batch, c.n_head, WINDOW, c.d_head)
         state = {f"{i}.{n}": self.embedding.new_zeros(shape) for i in range(c.n_layer) for n in "kv"}
+        top = {n: (batch, *s) for n, s in state_shapes(c).items() if n.startswith("top.")}
+        state |= {n: self.embedding.new_zeros(s) for n, s in top.items()}
         return state | {"position": torch.zeros(batch, dtype=torch.int64)}
 
-    def block(self, x: Tensor, layer: TensorDict, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(self, x: Tensor, layer: TensorDict, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One block over x `[B, T, d]` with keys and values `[B, H, WINDOW, h]`: x and the new keys and values."""
         c = self.config
         length = x.shape[1]
@@ -105,25 +115,36 @@ class Transformer(Hope):
         near = (keys <= queries) & (keys > queries - WINDOW)
         return near & (keys + position[:, None, None, None] >= 0)
 
-    def loss(self, tokens: Tensor, targets: Tensor, state: TensorDict) -> tuple[Tensor, TensorDict]:
-        """Next-token cross-entropy `[B, T]` in nats, and the next state."""
+    def body(self, tokens: Tensor, state: TensorDict, adapt: Tensor) -> tuple[Tensor, TensorDict]:
+        """All blocks: tokens `[B, T]` -> normalised final hidden state `[B, T, d]`, and keys and values."""
         mask = self.mask(state["position"], tokens.shape[1])
-        x = self.embedding[tokens]
-        new = {"position": state["position"] + tokens.shape[1]}
+        x, new = self.embedding[tokens], {}
         for i, layer in enumerate(self.layers):
             parameters = dict(layer.named_parameters())
-            x, k, v = self.block(x, parameters, state[f"{i}.k"], state[f"{i}.v"], mask)
-            new |= {f"{i}.k": k, f"{i}.v": v}
-        embedding = self.embedding if self.compute is None else self.embedding.to(self.compute)
-        return rec.CrossEntropy.apply(self.rms_norm(x, self.norm), embedding, targets)[0], new
+            x, new[f"{i}.k"], new[f"{i}.v"] = self.attend(x, parameters, state[f"{i}.k"], state[f"{i}.v"], mask)
+        return self.rms_norm(x, self.norm), new
+
+
+class TransformerWithTop(Transformer):
+    """The same with Hope's top level."""
+
+    has_top = True
 
 
 class BaselineTrainer(Trainer):
-    """The product's trainer around the transformer."""
+    """The product's trainer around a transformer."""
+
+    model_class: type[Transformer] = Transformer
 
     def build(self) -> Hope:
         """The transformer of the run's configuration."""
-        return Transformer(self.config, torch.bfloat16 if self.settings.bf16 else None)
+        return self.model_class(self.config, torch.bfloat16 if self.settings.bf16 else None)
+
+
+class TopTrainer(BaselineTrainer):
+    """The same around a transformer with Hope's top level."""
+
+    model_class = TransformerWithTop
 
 
 @click.command()
@@ -131,7 +152,8 @@ class BaselineTrainer(Trainer):
 @click.argument("hope", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/transformer"))
 @click.option("--hours", type=click.FloatRange(0, 1e6), help="Time to train [default: that of HOPE].")
-def main(corpus: Path, hope: Path, output: Path, hours: float | None) -> None:
+@click.option("--top", is_flag=True, help="With Hope's top level.")
+def main(corpus: Path, hope: Path, output: Path, hours: float | None, top: bool) -> None:
     """Train the baseline of HOPE, a run's model.safetensors: same sources of CORPUS, tokenizer, size and time."""
     config, _, tokenizer = load_checkpoint(hope)
     training = load_training(hope)
@@ -139,7 +161,7 @@ def main(corpus: Path, hope: Path, output: Path, hours: float | None) -> None:
     paths = [p for p in find_sources(corpus) if f"{p.parent.name}/{p.name.split('.')[0]}" in training["sources"]]
     sources = [load_source(path, tokenizer, output / "tokens", HELD_OUT) for path in paths]
     settings = TrainSettings(hours or training["seconds"] / 3600, seed=training["settings"]["seed"], start=0)
-    trainer = BaselineTrainer(config, tokenizer, sources, settings, output)
+    trainer = (TopTrainer if top else BaselineTrainer)(config, tokenizer, sources, settings, output)
     trainer.run(lambda _: None)
     click.echo(json.dumps(trainer.summary() | {"parameters": size(trainer.model)}))
 

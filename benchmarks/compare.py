@@ -13,7 +13,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from baselines import Transformer, size
+from baselines import Transformer, TransformerWithTop, size
 from scoring import carried, cut_short
 from streams import read_tokens
 
@@ -28,7 +28,8 @@ LENGTHS = (8192, 32768)
 def open_checkpoint(path: Path) -> tuple[Hope, str]:
     """A trained model in full precision, Hope or the baseline, and its tokenizer as JSON."""
     config, params, tokenizer = load_checkpoint(path)
-    model = (Transformer if "layers.0.mlp_in" in params else Hope)(config)
+    transformer = TransformerWithTop if "top.p" in params else Transformer
+    model = (transformer if "layers.0.mlp_in" in params else Hope)(config)
     model.load_state_dict({name: torch.from_numpy(value) for name, value in params.items()})
     return model, tokenizer
 

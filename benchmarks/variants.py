@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from baselines import Transformer
+from baselines import Transformer, TransformerWithTop
 from descent import Descent
 from taught import Taught
 from torch import Tensor
@@ -124,6 +124,7 @@ def variants() -> dict[str, Variant]:
     return {
         **{name: Variant(layers(name)) for name in mixes},
         "transformer": Variant(base, Transformer, start=0),
+        "transformer_top": Variant(base, TransformerWithTop, start=0),
         "aligned": Variant(base, start=0),
         "without_top": Variant(dataclasses.replace(base, top_rank=0)),
         "static_cms": Variant(base, silent(0, 1, 2)),

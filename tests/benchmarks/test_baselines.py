@@ -8,7 +8,7 @@ import itertools
 import baselines
 import pytest
 import torch
-from baselines import Transformer, size
+from baselines import Transformer, TransformerWithTop, size
 from models import TINY, random_tokens
 
 from fednl_runtime.hope import Hope
@@ -46,6 +46,19 @@ def test_any_split_of_a_stream_is_the_same(cuts):
     torch.testing.assert_close(nats(model(), tokens(19), cuts), nats(model(), tokens(19)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("cuts", [(1,), (5, 7), (4, 11, 16)])
+def test_with_a_top_level_any_split_is_the_same_and_past_chunks_count(cuts):
+    torch.manual_seed(0)
+    transformer, row = TransformerWithTop(CONFIG).double(), tokens(18)
+    whole, _ = transformer(row, transformer.zeros(2))
+    state, out = transformer.zeros(2), []
+    for a, b in itertools.pairwise([0, *cuts, row.shape[1]]):
+        logits, state = transformer(row[:, a:b], state)
+        out.append(logits)
+    torch.testing.assert_close(torch.cat(out, 1), whole, rtol=0, atol=1e-5)
+    assert state["top.f"].abs().sum() > 0
+
+
 def test_one_layer_sees_the_last_window_and_nothing_before():
     row, other = tokens(19), tokens(19)
     other[:, 4] = (other[:, 4] + 1) % CONFIG.vocab_size
@@ -57,7 +70,8 @@ def test_one_layer_sees_the_last_window_and_nothing_before():
 
 def test_it_is_as_large_as_its_hope():
     config = dataclasses.replace(CONFIG, d_model=32, d_cms=40, layers=TINY.layers * 2)
-    assert size(Transformer(config)) == pytest.approx(size(Hope(config)), rel=0.02)
+    for kind in (Transformer, TransformerWithTop):
+        assert size(kind(config)) == pytest.approx(size(Hope(config)), rel=0.02)
 
 
 def test_it_trains():

@@ -7,7 +7,7 @@ import dataclasses
 import baselines
 import numpy as np
 import torch
-from baselines import BaselineTrainer, Transformer
+from baselines import BaselineTrainer, TopTrainer, Transformer, TransformerWithTop
 from compare import averages, open_checkpoint
 from engines import CONFIG, tiny_tokenizer_json
 
@@ -22,7 +22,8 @@ SETTINGS = TrainSettings(batch=2, window=20, run=(40, 80), start=0, bf16=False, 
 def test_a_checkpoint_opens_as_the_model_that_was_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(baselines, "WINDOW", 8)
     tokens = np.arange(300, dtype=np.uint16) % CONFIG.vocab_size
-    for name, kind, trainer in (("a", Hope, Trainer), ("b", Transformer, BaselineTrainer)):
+    trainers = ((Hope, Trainer), (Transformer, BaselineTrainer), (TransformerWithTop, TopTrainer))
+    for name, (kind, trainer) in zip("abc", trainers, strict=True):
         run = trainer(EVEN, tiny_tokenizer_json(), [Source("d", "s", tokens, tokens[:0])], SETTINGS, tmp_path / name)
         run.train_step()
         run.save()

@@ -16,7 +16,14 @@ from fednl_runtime.fed_sync.device.client import ContactError
 from fednl_runtime.fed_sync.device.conditions import Conditions
 from fednl_runtime.fed_sync.device.local_training import StoppedError
 from fednl_runtime.fed_sync.device.participant import Participant
-from fednl_runtime.fed_sync.device.schedule import Pace, Trouble, delay_after_failure, delay_after_success, first_delay
+from fednl_runtime.fed_sync.device.schedule import (
+    LONGEST_S,
+    Pace,
+    Trouble,
+    delay_after_failure,
+    delay_after_success,
+    first_delay,
+)
 
 log = logging.getLogger("fednl_runtime.sync")
 
@@ -45,7 +52,8 @@ class Agent:
         self._thread: threading.Thread | None = None
         self._stop, self._wake, self._flush = threading.Event(), threading.Event(), threading.Event()
         self._failures = int(self._notes.get("failures", 0))
-        self._next = self._planned(self._notes.get("next_contact"))
+        noted = self._notes.get("next_contact")
+        self._next = self._first() if noted is None or noted < clock() else self._planned(noted)
         self._state = "idle"
 
     def start(self) -> None:
@@ -84,6 +92,7 @@ class Agent:
         try:
             if self._notes.get("paused", False):
                 return LOOK_AGAIN_S
+            self._next = self._planned(self._next)
             flushed = self._flush.is_set()
             self._flush.clear()
             if not flushed and self._clock() < self._next:
@@ -182,10 +191,10 @@ class Agent:
         with contextlib.suppress(StoreError):  # without a note a restart begins anew
             self._notes.set(next_contact=self._next, failures=self._failures, **facts)
 
-    def _planned(self, noted: float | None) -> float:
-        """The contact noted before a restart, unless the clock was set since; a first one is spread."""
-        now = self._clock()
-        longest = 2 * max(self._pace.permanent_s, self._pace.interval_s)
-        if noted is None or not now <= noted <= now + longest:
-            return now + first_delay(self._pace, self._rng)
-        return noted
+    def _first(self) -> float:
+        """When a device comes that has no plan, or could not keep it: spread, like the first contact."""
+        return self._clock() + first_delay(self._pace, self._rng)
+
+    def _planned(self, moment: float) -> float:
+        """A planned contact; one that no delay can have set is forgotten, for the clock was set back since."""
+        return moment if moment <= self._clock() + 2 * LONGEST_S else self._first()

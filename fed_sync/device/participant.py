@@ -116,6 +116,8 @@ class Participant:
         """The version in use, None for the model's own rules."""
         if self.live is not None:
             use_rules(self.live.rules.tensors)
+        if self.version != device.notes.get("seen", 0):  # files were damaged: ask as if nothing had been fetched
+            device.notes.set(etag=None)
 
     def now(self) -> float:
         """The time by the endpoint's clock, as far as it was needed to know it."""

@@ -92,6 +92,14 @@ def test_a_clock_that_was_set_over_a_restart_does_not_keep_the_agent_asleep(flee
     assert agent_of(phone, Clock(fleet.clock.now + shift)).tick() <= 100
 
 
+def test_a_clock_set_back_by_years_while_the_agent_runs_does_not_keep_it_asleep(fleet, phone):
+    agent = agent_of(phone, fleet.clock)
+    agent.flush()
+    agent.tick()
+    fleet.clock.now -= 1e8
+    assert agent.tick() <= 100
+
+
 def test_flush_comes_before_schedule_and_conditions_but_not_before_a_pause(fleet, phone):
     agent = agent_of(phone, fleet.clock, Obstacle("on battery"))
     agent.pause()

@@ -167,6 +167,10 @@ def test_live_rules_outlive_a_restart_and_damage_goes_back_one_version(fleet, ur
         assert again.part.version == version
         assert len(again.used) == (version > 0)
         again.close()
+    mended = Phone(tmp_path / "phone", url, fleet.clock)
+    mended.contact()
+    assert mended.part.version == 2
+    mended.close()
     assert "were rolled back" in caplog.text
 
 

@@ -79,9 +79,9 @@ def hope(kind: str, prefill: bool = False) -> Callable[[Setting], Arm]:
         path = hope_file(setting.folder, kind)
         backend = load(path, setting.threads)
         state = MemoryState.zeros(backend.config)
-        state.position[:] = setting.context
+        state.position[:] = 0 if prefill else setting.context
         stream, scales = backend.open(state), np.ones((1, 2), np.float32)
-        length = backend.segment if prefill else 1
+        length = min(backend.segment, PREFILL) if prefill else 1
         total = PREFILL if prefill else setting.tokens
         tokens = np.arange(length)[None]
 

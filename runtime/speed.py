@@ -110,24 +110,25 @@ def one_by_one(stream: Stream, rows: int, steps: int, adapt: tuple[float, float]
     return work
 
 
-def in_segments(backend: Backend, steps: int) -> Callable[[], None]:
-    """A function that reads a prompt of `steps` tokens, a segment a call."""
+def in_segments(backend: Backend, calls: int) -> Callable[[], None]:
+    """A function that reads a prompt of so many segments, one a call."""
     stream, scales = backend.open(MemoryState.zeros(backend.config)), np.array([LEARN], np.float32)
     tokens = np.arange(backend.segment)[None] % backend.config.vocab_size
 
     def work() -> None:
-        for _ in range(steps // backend.segment):
+        for _ in range(calls):
             stream.feed(tokens, scales)
 
     return work
 
 
 def reading(backend: OnnxBackend, file_bytes: int, threads: int, steps: int, rounds: int) -> Reading:
-    """Rates of prefill and of decode in batches, and the bandwidth, in the same rounds. Steps are whole segments."""
+    """Rates of prefill and of decode in batches of `steps` calls, and the bandwidth, in the same rounds."""
+    calls = max(1, steps // backend.segment)
     works = {f"decode_{rows}": one_by_one(spread_out(backend, rows), rows, steps) for rows in BATCHES}
     with reads(threads) as memory:
-        timings = interleaved({**memory, "prefill": in_segments(backend, steps), **works}, rounds)
-    rates = {"prefill": rate_of(timings["prefill"], steps, steps // backend.segment)}
+        timings = interleaved({**memory, "prefill": in_segments(backend, calls), **works}, rounds)
+    rates = {"prefill": rate_of(timings["prefill"], calls * backend.segment, calls)}
     for rows in BATCHES:
         traffic = call_bytes(backend.model, file_bytes, rows)
         rates[f"decode_{rows}"] = rate_of(timings[f"decode_{rows}"], rows * steps, steps, traffic)
@@ -180,13 +181,14 @@ def soak(backend: Backend, tokens: int, report: Callable[[int], None]) -> Soak:
     Memory is compared between the end of the warm-up and the last tenth.
     """
     size = max(1, tokens // backend.segment // SAMPLES)
-    read_piece = in_segments(backend, size * backend.segment)
+    each = size * backend.segment
+    read_piece = in_segments(backend, size)
     seconds, memory = list[float](), list[int]()
-    for _ in range(max(1, tokens // (size * backend.segment))):
+    for _ in range(max(1, tokens // each)):
         seconds.append(timed(read_piece)[0])
         memory += [size_now] if (size_now := rss_anon()) is not None else []
-        report(size * backend.segment)
-    tenth, each = max(1, len(seconds) // 10), size * backend.segment
+        report(each)
+    tenth = max(1, len(seconds) // 10)
     return Soak(
         tokens=len(seconds) * each,
         seconds=sum(seconds),

@@ -62,7 +62,6 @@ def measured(path: Path, threads: int | None, rounds: int, steps: int, soak_toke
     threads = threads or default_threads()
     backend = load(path, threads)
     tokenizer = Tokenizer(backend.tokenizer_json, backend.config.vocab_size)
-    steps = -(-steps // backend.segment) * backend.segment
     size = path.stat().st_size
     report: dict[str, Any] = {
         "model": path.name,

@@ -74,6 +74,12 @@ def test_reading_reports_prefill_every_batch_and_the_bandwidth(path):
     assert min(found.bandwidth_one, found.bandwidth_all) > 1e8
 
 
+def test_a_prompt_is_read_in_whole_segments_however_few_steps_are_asked_for(path):
+    backend = load(path, 1)
+    found = reading(backend, path.stat().st_size, 1, 1, 1).rates["prefill"]
+    assert found.tokens_per_second * found.call.median == pytest.approx(backend.segment)
+
+
 def test_adaptation_is_measured_in_three_arms_of_one_graph():
     assert list(adaptation(NumpyBackend(), 2, 1)) == ["all_learn", "slow_frozen", "all_frozen"]
 

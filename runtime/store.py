@@ -189,6 +189,10 @@ class SessionStore:
             named = [mark.name for mark in record.marks if mark.name is not None]
             if name in named:
                 raise SessionExistsError(f"There is a snapshot {name!r} already; delete it first.")
+            if record.head.name is not None:
+                raise SessionExistsError(
+                    f"The head is the snapshot {record.head.name!r} already; use that, or delete it first."
+                )
             if len(named) >= self._vault.limits.snapshots:
                 raise SessionLimitError(f"The session has {len(named)} snapshots, all it may have; delete one.")
             head = dataclasses.replace(record.head, name=name, created=record.head.created or time.time())

@@ -189,6 +189,9 @@ class Lives(RuleBasedStateMachine):
         if any(version.name == label for version in versions):
             self.engine.sessions.drop_snapshot(key, label)
             self.keep(name, [dataclasses.replace(v, name=None) if v.name == label else v for v in versions])
+        elif versions[-1].name is not None:
+            with pytest.raises(SessionExistsError):
+                self.engine.sessions.snapshot(key, label)
         else:
             self.engine.sessions.snapshot(key, label)
             self.sessions[name] = [*versions[:-1], dataclasses.replace(self.head(name), name=label)]

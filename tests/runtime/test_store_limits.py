@@ -100,6 +100,15 @@ def test_a_name_is_given_once_and_names_are_limited() -> None:
         store.snapshot(KEY, "three")
 
 
+def test_a_second_name_does_not_take_the_first_from_its_version() -> None:
+    store = SessionStore(FORM, StoreLimits())
+    write(store)
+    store.snapshot(KEY, "one")
+    with pytest.raises(SessionExistsError, match="'one'"):
+        store.snapshot(KEY, "two")
+    assert store.get(KEY).head.name == "one"
+
+
 def test_a_session_is_gone_after_its_time_and_every_use_prolongs_it(store: SessionStore, clock: list[float]) -> None:
     store.create(KEY, Settings(ttl_s=60))
     for _ in range(3):

@@ -81,20 +81,20 @@ class Device:
     def only_agent(self) -> Iterator[None]:
         """Be the only agent of this folder for as long as the block runs. Raises SyncError."""
         lock = os.open(self.folder / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SyncError(f"Another process syncs {self.folder} already. Stop it first.") from None
             yield
-        except BlockingIOError:
-            raise SyncError(f"Another process syncs {self.folder} already. Stop it first.") from None
-        finally:
-            os.close(lock)
 
 
 @dataclasses.dataclass(frozen=True)
 class Invitation:
     """Where a device is to take part: as it is enrolled, or with a one-time token.
 
-    `manifest_key` is pinned at enrolment; without one, the key that the endpoint tells then.
+    Rules must be signed by `manifest_key`; without one, by the key that the endpoint told at enrolment.
     """
 
     url: str
@@ -127,7 +127,8 @@ def joined(device: Device, invitation: Invitation, ask: Callable[..., Answer]) -
         ContactError: the endpoint refused the token, or answered something else.
     """
     if (known := device.enrolment()) is not None:
-        return known
+        given = invitation.manifest_key
+        return known if given is None else dataclasses.replace(known, manifest_keys=(given,))
     about = {"token": invitation.token, "public_key": public_text(device.key.public_key())}
     answer = ask("POST", "/v1/devices", json.dumps(about).encode())
     if answer.status not in (200, 201):

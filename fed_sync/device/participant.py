@@ -16,7 +16,7 @@ import fednl_runtime
 from fednl_runtime.crash import crash_point
 from fednl_runtime.errors import FednlError, RulesError
 from fednl_runtime.fed_sync.device.client import Answer, ContactError, Endpoint, bad_answer, number
-from fednl_runtime.fed_sync.device.folder import Device, Invitation, joined
+from fednl_runtime.fed_sync.device.folder import Device, Enrolment, Invitation, joined
 from fednl_runtime.fed_sync.device.live_rules import LiveRules, VersionedRules
 from fednl_runtime.fed_sync.device.local_training import LocalModel, Terms, Train, make_update, train_locally
 from fednl_runtime.fed_sync.device.outbox import Upload
@@ -134,10 +134,10 @@ class Participant:
         Training ends early once `stopped` says so. Raises FednlError, ContactError among them.
         """
         exchange = Exchange(self.device, self._endpoint, self._clock)
-        population = joined(self.device, self.invitation, exchange.ask).population
-        path = f"/v1/populations/{population}"
+        enrolment = joined(self.device, self.invitation, exchange.ask)
+        path = f"/v1/populations/{enrolment.population}"
         self._send(exchange, path)
-        self._pull(exchange, population)
+        self._pull(exchange, enrolment)
         self._watch()
         if self._ready():
             terms = self._check_in(exchange, path)
@@ -173,13 +173,11 @@ class Participant:
             log.warning("an update was refused: %s", error.code)
             self.device.outbox.settle(upload.id, "refused", error.code)
 
-    def _pull(self, exchange: Exchange, population: str) -> None:
+    def _pull(self, exchange: Exchange, enrolment: Enrolment) -> None:
         """Fetch the newest rules, if they are new, and switch to them, if they are fit."""
         notes = self.device.notes
-        enrolment = self.device.enrolment()
-        assert enrolment is not None, "who pulls has joined"
         expected = Expected(
-            population=population,
+            population=enrolment.population,
             schema=self.schema.hash,
             least_version=max(notes.get("seen", 0), self.version),
             manifest_keys=enrolment.manifest_keys,

@@ -25,8 +25,9 @@ MAX_BYTES = 1 << 20
 """What is kept by default: 262,144 tokens, about 800 KB of text."""
 SCHEMA = """
 create table if not exists piece (id integer primary key autoincrement, session text not null, tokens blob not null,
-  created real not null) strict;
+  created real not null, start integer not null) strict;
 create index if not exists piece_session on piece (session);
+create index if not exists piece_start on piece (start);
 create table if not exists secret (id integer primary key check (id = 0), value blob not null) strict;
 """
 
@@ -68,14 +69,11 @@ class RecentText:
             return
         try:
             with self._db.write() as db:
-                db.execute(
-                    "insert into piece (session, tokens, created) values (?, ?, ?)", (self.tag(key), kept, time.time())
-                )
-                db.execute(
-                    "delete from piece where id in (select id from (select id, sum(length(tokens)) "
-                    "over (order by id desc) as kept from piece) where kept > ?)",
-                    (self._max_bytes,),
-                )
+                row = db.execute("select start + length(tokens) from piece order by id desc limit 1").fetchone()
+                start = row[0] if row else 0
+                values = (self.tag(key), kept, time.time(), start)
+                db.execute("insert into piece (session, tokens, created, start) values (?, ?, ?, ?)", values)
+                db.execute("delete from piece where start < ?", (start + len(kept) - self._max_bytes,))
         except StoreError as error:
             log.warning("a turn's text was not kept for training: %s", error)
 

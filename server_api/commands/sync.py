@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +15,10 @@ from fednl_runtime.server_api.commands.local import FILE, Command, duration, siz
 from fednl_runtime.server_api.commands.model import print_json, print_table
 from fednl_runtime.server_api.commands.sessions import ask, connected, server_option
 from fednl_runtime.server_api.commands.syncing import SyncOptions
+
+if TYPE_CHECKING:
+    from fednl_runtime.fed_sync.device.folder import Device
+    from fednl_runtime.onnx_backend import OnnxBackend
 
 STATE_DIR = click.option(
     "--state-dir",
@@ -142,7 +147,9 @@ def run(text: Path | None, once: bool, model: Path | None, state_dir: Path | Non
 
 
 @contextlib.contextmanager
-def device_of(model: Path | None, state_dir: Path | None, options: SyncOptions) -> Any:
+def device_of(
+    model: Path | None, state_dir: Path | None, options: SyncOptions
+) -> Iterator[tuple[Device, OnnxBackend, Path]]:
     """The device's folder for a model, the loaded model and its path."""
     from fednl_runtime.model_file import default_model_path
     from fednl_runtime.onnx_backend import load
@@ -155,10 +162,11 @@ def device_of(model: Path | None, state_dir: Path | None, options: SyncOptions) 
     end = Tokenizer(backend.tokenizer_json, backend.config.vocab_size).end_of_text
     folder = sync_folder(state_dir or default_state_dir(), backend.fingerprint)
     with opened_device(folder, end, options) as device:
+        assert device is not None, "who names an endpoint has a folder"
         yield device, backend, path
 
 
-def record(device: Any, backend: Any, path: Path) -> None:
+def record(device: Device, backend: OnnxBackend, path: Path) -> None:
     """Keep a text file as recent text, in the place of what was kept of it before. Raises RequestError."""
     from fednl_runtime.corpus import encode_documents, read_text
     from fednl_runtime.session import SessionKey

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 
@@ -14,6 +15,7 @@ from updates import RULES, SCHEMA
 
 from fednl_runtime.errors import RulesError
 from fednl_runtime.fed_sync.device.client import Answer, ContactError
+from fednl_runtime.fed_sync.device.folder import Invitation
 from fednl_runtime.fed_sync.errors import SyncError
 from fednl_runtime.fed_sync.fleet import intake, rounds
 from fednl_runtime.fed_sync.fleet.population import add_version, rules_bytes
@@ -230,7 +232,7 @@ def test_a_manifest_that_is_not_to_be_followed_changes_nothing(fleet, phone, cha
 
     exchange = type("Exchange", (), {"ask": staticmethod(ask)})
     with pytest.raises(ContactError) as error:
-        phone.part._pull(exchange, "p")
+        phone.part._pull(exchange, phone.device.enrolment())
     assert error.value.code == code
     assert asked == ["/v1/populations/p/rules/current"]
     assert phone.part.version == 1
@@ -242,7 +244,7 @@ def test_an_answer_that_is_no_manifest_is_refused(phone, body):
     phone.contact()
     exchange = type("Exchange", (), {"ask": staticmethod(lambda *_, **__: Answer(200, {}, body))})
     with pytest.raises(ContactError, match="manifest"):
-        phone.part._pull(exchange, "p")
+        phone.part._pull(exchange, phone.device.enrolment())
 
 
 def test_rules_other_than_the_manifest_promises_are_not_even_kept(fleet, phone, tmp_path):
@@ -295,6 +297,19 @@ def test_a_key_that_the_endpoint_does_not_know_is_an_auth_error_and_asks_for_no_
         phone.contact()
     assert (error.value.code, error.value.trouble) == ("bad_signature", "auth")
     assert phone.device.enrolment() == before
+
+
+def test_a_manifest_key_that_the_owner_names_comes_before_the_one_told_at_enrolment(fleet, url, phone, tmp_path):
+    phone.contact()
+    phone.close()
+    publish(fleet, 0.5)
+    other = public_text(Ed25519PrivateKey.generate().public_key())
+    for key, version in [(other, 1), (public_text(fleet.key.public_key()), 2)]:
+        again = Phone(tmp_path / "phone", url, fleet.clock, invitation=Invitation(url, "p", manifest_key=key))
+        with contextlib.suppress(ContactError):
+            again.contact()
+        assert again.part.version == version
+        again.close()
 
 
 def test_a_revoked_device_keeps_its_rules_and_its_update(fleet, phone):

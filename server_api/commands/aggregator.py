@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fednl_runtime.rules import RuleSet
 
 ADMIN_VARIABLE = "FEDNL_ADMIN_TOKEN"
+SIGNING_KEY = "signing.key"
 FOLDER = click.Path(file_okay=False, path_type=Path)
 POSITIVE = click.FloatRange(0, min_open=True)
 WHERE = (
@@ -76,7 +77,7 @@ def fleet_at(state_dir: Path, database: str | None, population: str) -> Fleet:
 
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     repository = Repository(database or f"sqlite:///{state_dir / 'fleet.db'}")
-    return Fleet(population, repository, DiskBlobs(state_dir / "blobs"), key_file(state_dir / "signing.key"))
+    return Fleet(population, repository, DiskBlobs(state_dir / "blobs"), key_file(state_dir / SIGNING_KEY))
 
 
 @aggregator.command("serve")
@@ -183,7 +184,9 @@ def token(days: float, **where: Any) -> None:
 
 
 def founded(**where: Any) -> Fleet:
-    """The fleet of a state folder. Raises Refusal if `serve` did not found it yet."""
+    """The fleet of a state folder. Raises ClickException, Refusal if `serve` did not found it yet."""
+    if not (where["state_dir"] / SIGNING_KEY).exists():
+        raise click.ClickException(f"{where['state_dir']} holds no fleet; found one there with `aggregator serve`.")
     fleet = fleet_at(**where)
     with fleet.repository.read() as records:
         records.population(fleet.population)

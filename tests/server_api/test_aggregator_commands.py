@@ -84,10 +84,15 @@ def test_what_cannot_be_done_is_a_sentence_and_exit_code_1(folder, arguments, se
     assert (result.exit_code, sentence in result.output) == (1, True)
 
 
-def test_commands_on_a_fleet_that_does_not_exist_say_so(tmp_path):
+def test_commands_on_a_fleet_that_does_not_exist_say_so_and_found_none(tmp_path):
     result = run(tmp_path / "new", "rounds")
-    assert result.exit_code == 1
-    assert "No population" in result.output
+    assert (result.exit_code, "holds no fleet" in result.output) == (1, True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_population_of_a_folder_is_not_founded_by_a_look(folder):
+    result = CliRunner().invoke(cli, ["aggregator", "rounds", "--state-dir", str(folder), "--population", "another"])
+    assert (result.exit_code, "No population" in result.output) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 import fednl_runtime
 from fednl_runtime.engine import Engine
 from fednl_runtime.server_api.observing.record import RequestRecord
+from fednl_runtime.server_api.observing.sync_metrics import SyncCollector
 from fednl_runtime.server_api.served import Served
 from fednl_runtime.turn import TurnReport
 
@@ -40,6 +41,8 @@ class Meters:
         Info(f"{PREFIX}_model", "The model.", registry=self.registry).info(model)
         Gauge(f"{PREFIX}_session_state_bytes", "Memory of one session.", registry=self.registry).set(engine.state_bytes)
         self.registry.register(EngineCollector(engine))
+        if served.agent is not None:
+            self.registry.register(SyncCollector(served.agent, PREFIX))
         ProcessCollector(registry=self.registry)
 
     def _add_requests(self) -> None:

@@ -74,6 +74,12 @@ def test_flush_pause_and_resume_over_http_and_from_the_shell(served):
     assert status["updates"][0]["state"] == "accepted"
 
 
+def test_metrics_tell_of_the_agent(served):
+    text = httpx.get(f"{served}/metrics").text
+    assert "fednl_runtime_sync_rules_version 0.0" in text
+    assert 'fednl_runtime_sync_updates{state="accepted"} 0.0' in text
+
+
 def test_a_status_tells_nothing_of_the_text_or_of_sessions(served):
     text = json.dumps(httpx.get(f"{served}/v1/sync/status").json())
     assert "anna" not in text

@@ -44,8 +44,8 @@ def log_request(record: RequestRecord) -> None:
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
     }
-    if record.rejected:
-        fields["code"] = record.rejected
+    if code := record.rejected or record.failed:
+        fields["code"] = code
     access.info("request", extra={"fields": fields})
 
 

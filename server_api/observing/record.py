@@ -29,6 +29,8 @@ class RequestRecord:
     status: int | None = None
     rejected: str | None = None
     """Code of the error with which it was refused before it did anything."""
+    failed: str | None = None
+    """Why a turn of it did not come to its end; a stream tells it when its status has been sent long since."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     began: float = dataclasses.field(default_factory=time.perf_counter)

@@ -60,6 +60,7 @@ class TurnWatch:
     def _note_failure(self, error: BaseException) -> None:
         assert self._record is not None, "there is a record to note it in"
         reason, status = reason_of(error)
+        self._record.failed = reason
         if not self._events and status in (409, 429, 503):
             self._record.rejected = reason
         if self._meters is None:

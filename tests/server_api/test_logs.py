@@ -11,6 +11,8 @@ import httpx
 import pytest
 from engines import until
 
+from fednl_runtime.engine import Engine
+from fednl_runtime.guard import NormCaps
 from fednl_runtime.server_api.observing.logs import JsonLines, TextLines
 
 
@@ -70,6 +72,17 @@ def test_a_failure_tells_its_type_and_place_but_not_its_message(
     assert failure["error"] == "ValueError"
     assert failure["at"][-1].endswith("broken")
     assert "canary" not in lines.getvalue()
+
+
+def test_a_stream_that_breaks_off_says_why_beside_its_status(
+    http: httpx.Client, lines: io.StringIO, engine: Engine
+) -> None:
+    engine.caps = NormCaps(token=1e-9)
+    body = {"prompt": "hello", "session_id": "a", "max_tokens": 3, "stream": True, "echo": True}
+    assert '"code": "memory_breach"' in http.post("/v1/completions", json=body).text
+    until(lambda: lines.getvalue().count("\n") == 1)
+    entry = json.loads(lines.getvalue())
+    assert (entry["status"], entry["code"]) == (200, "memory_breach")
 
 
 def test_looks_at_health_and_metrics_are_not_told(http: httpx.Client, lines: io.StringIO) -> None:

@@ -54,6 +54,7 @@ def sync_options(command: Command) -> Command:
         click.option(
             "--sync-min-text", type=click.IntRange(1), default=4096, show_default=True, help="Tokens to train."
         ),
+        click.option("--sync-steps", type=click.IntRange(1), default=200, show_default=True, help="Of a training."),
         click.option("--sync-quiet", type=quiet_hours, help="Hours of the day to keep still in, as 22:00-06:30."),
         click.option("--sync-metered", is_flag=True, help="The link costs money: keep still."),
         click.option("--sync-on-battery", is_flag=True, help="Train and send on battery too."),

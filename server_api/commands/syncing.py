@@ -38,6 +38,7 @@ class SyncOptions:
     sync_interval: float = 3600.0
     sync_cpu_share: float = 0.25
     sync_min_text: int = 4096
+    sync_steps: int = 200
     sync_quiet: str | None = None
     sync_metered: bool = False
     sync_on_battery: bool = False
@@ -109,7 +110,12 @@ def agent_of(
         use_rules,
         time.time,
         SyncSettings(
-            training=RuleSettings(steps=200, minutes=30, cpu_share=options.sync_cpu_share),
+            training=RuleSettings(
+                steps=options.sync_steps,
+                minutes=30,
+                check_every=min(50, options.sync_steps),
+                cpu_share=options.sync_cpu_share,
+            ),
             least_tokens=options.sync_min_text,
             encoding=options.sync_encoding,
             clip_norm=math.inf if options.sync_clip is None else options.sync_clip,

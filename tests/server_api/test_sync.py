@@ -119,6 +119,7 @@ def options_for(fleet: Fleet, url: str) -> SyncOptions:
         sync_token=intake.new_token(fleet),
         sync_interval=0.05,
         sync_min_text=700,
+        sync_steps=10,
         sync_on_battery=True,
         sync_cpu_share=1.0,
     )
@@ -194,7 +195,7 @@ def test_enrol_and_run_once_from_the_shell(tiny_fleet, model, tmp_path):
         token = intake.new_token(tiny_fleet)
         enrolled = command("enrol", url, "--token", token, "--population", "p", *where)
         assert enrolled["population"] == "p"
-        result = CliRunner().invoke(cli, ["sync", *run, "--sync-cpu-share", "1", *where])
+        result = CliRunner().invoke(cli, ["sync", *run, "--sync-cpu-share", "1", "--sync-steps", "10", *where])
         assert result.exit_code == 0, result.output
         assert "accepted" in result.output
 

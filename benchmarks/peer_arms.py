@@ -234,6 +234,7 @@ def llama_cpp_arm(kind: str, prefill: bool = False) -> Callable[[Setting], Arm]:
                 return
             for _ in range(total):
                 model.eval([5])
+                llama_cpp.llama_get_logits(model.ctx)  # waits until they are there
 
         meta = {name: int(model.metadata[f"llama.{name}"]) for name in ("block_count", "embedding_length")}
         heads, shared = (int(model.metadata[f"llama.attention.{name}"]) for name in ("head_count", "head_count_kv"))

@@ -133,8 +133,8 @@ def sample(logits: Array, params: SamplingParams, rng: np.random.Generator, hist
 
 def log_softmax(logits: Array) -> Array:
     """Log-probabilities over the last axis: the model's own, before temperature and truncation."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    logprobs: Array = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    logprobs: Array = logits - logits.max(-1, keepdims=True)
+    logprobs -= np.log(np.exp(logprobs).sum(-1, keepdims=True))  # in place: a prompt's piece may be 100 MB of logits
     return logprobs
 
 

@@ -78,7 +78,9 @@ class Tokenizer:
             RequestError: the text holds half a surrogate pair, which no UTF-8 text can.
         """
         require_unicode(text, "prompt")
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # As a batch of one: `encode` keeps the interpreter's lock, and a long text would stop all else for seconds.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def token_bytes(self, token: int) -> bytes:

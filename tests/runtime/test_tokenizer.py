@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -88,6 +91,17 @@ def test_a_token_id_of_the_largest_size_costs_no_table_up_to_it() -> None:
 def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(RequestError, match="surrogate pair at 1"):
         TOKENIZER.encode("a\ud800")
+
+
+def test_others_run_while_a_long_text_becomes_tokens() -> None:
+    encoding = threading.Thread(target=TOKENIZER.encode, args=("the other day " * 100_000,))
+    encoding.start()
+    times = [time.perf_counter()]
+    while encoding.is_alive():
+        time.sleep(0.001)
+        times.append(time.perf_counter())
+    longest = max(after - before for before, after in itertools.pairwise(times))
+    assert longest < (times[-1] - times[0]) / 2
 
 
 def test_padding_and_truncation_settings_of_the_file_are_ignored() -> None:

@@ -8,50 +8,28 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peer_kit import Arm, Setting, count, versions_of
 
 WIDTH, HEADS = 384, 6
 """Of the memories whose single step is compared."""
-VOCABULARY = 49152
 PREFILL = 512
 """Tokens of a prompt."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What an arm is made for: threads, tokens of one timed call, tokens read before, and a folder for model files."""
-
-    threads: int
-    tokens: int
-    context: int
-    folder: Path
-
-
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """A call that reads `tokens` tokens.
-
-    `weight_bytes` are those of the weights that it reads, `memory_bytes` those of the memory that it carries
-    along: written anew by every token, but for a `cache`, of which a token only reads what is there.
-    """
-
-    call: Callable[[], object]
-    tokens: int
-    weight_bytes: int
-    memory_bytes: int
-    parameters: int
-    versions: dict[str, str]
-    cache: bool = False
-
-
-def versions_of(*names: str) -> dict[str, str]:
-    """Installed versions of packages."""
-    return {name: version(name) for name in names}
+SHAPE = {
+    "vocab_size": 49152,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+"""Of transformers' models, as our class of 100 to 200 MB."""
 
 
 def hope_file(folder: Path, kind: str) -> Path:
@@ -126,62 +104,47 @@ def hope_eager(kind: str) -> Callable[[Setting], Arm]:
     return make
 
 
-def count(values: Iterable[Any]) -> int:
-    """Numbers in all tensors among some values: tensors, and nests of dataclasses, mappings, lists and layers."""
-    return sum(count(parts(v)) if nested(v) else int(v.numel()) if hasattr(v, "numel") else 0 for v in values)
+def transformer(setting: Setting) -> Arm:
+    """A Llama of the same size in transformers, with its static cache, which is the cheaper one."""
+    import transformers
+
+    config = transformers.LlamaConfig(**SHAPE, max_position_embeddings=65536)
+    cache = transformers.StaticCache(config=config, max_cache_len=setting.context + setting.tokens)
+    fill(cache, config, setting.context)
+    model = transformers.LlamaForCausalLM(config)
+    arm = torch_arm(model, cache, setting, lambda: rewind(cache, setting.context))
+    return dataclasses.replace(arm, cache=True)
 
 
-def nested(value: Any) -> bool:
-    """Whether a value may hold tensors and is none itself."""
-    return not hasattr(value, "data_ptr") or hasattr(value, "items")
+def qwen(setting: Setting) -> Arm:
+    """A Qwen3.5 text model of the same size in transformers: a gated delta rule in three of four layers."""
+    import transformers
+
+    heads = {"linear_num_key_heads": 12, "linear_num_value_heads": 12}
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    config = transformers.Qwen3_5TextConfig(**SHAPE, **heads, **sizes)
+    cache = transformers.DynamicCache(config=config)
+    return torch_arm(transformers.Qwen3_5ForCausalLM(config), cache, setting, lambda: None)
 
 
-def parts(value: Any) -> Iterable[Any]:
-    """What a nested value consists of."""
-    if hasattr(value, "items"):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return value
-    return list(vars(value).values()) if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+def torch_arm(model: Any, cache: Any, setting: Setting, after: Callable[[], None]) -> Arm:
+    """Decode with a model of transformers; `after` is called when a call's tokens were read."""
+    import torch
 
+    torch.set_num_threads(setting.threads)
+    model.eval()
+    token = torch.tensor([[5]])
 
-def torch_model(name: str) -> Callable[[Setting], Arm]:
-    """A model of the same size in transformers: `llama`, whose cache grows, or `qwen3_5`, with a gated delta rule."""
+    @torch.inference_mode()
+    def call() -> None:
+        for i in range(setting.tokens):
+            place = torch.tensor([[setting.context + i]])
+            model(token, past_key_values=cache, position_ids=place, use_cache=True)
+        after()
 
-    def make(setting: Setting) -> Arm:
-        import torch
-        import transformers
-
-        torch.set_num_threads(setting.threads)
-        shape: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 768, "intermediate_size": 2048}
-        shape |= {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
-        linear = {f"linear_{part}_{what}": n for part in ("key", "value") for what, n in (("head_dim", 64),)}
-        linear |= {"linear_num_key_heads": 12, "linear_num_value_heads": 12}
-        if name == "llama":
-            config = transformers.LlamaConfig(**shape, tie_word_embeddings=True, max_position_embeddings=65536)
-            model = transformers.LlamaForCausalLM(config).eval()
-            cache = transformers.StaticCache(config=config, max_cache_len=setting.context + setting.tokens)
-            fill(cache, config, setting.context)
-        else:
-            config = transformers.Qwen3_5TextConfig(**shape, **linear, tie_word_embeddings=True)
-            model = transformers.Qwen3_5ForCausalLM(config).eval()
-            cache = transformers.DynamicCache(config=config)
-        token = torch.tensor([[5]])
-
-        @torch.inference_mode()
-        def call() -> None:
-            for i in range(setting.tokens):
-                place = torch.tensor([[setting.context + i]])
-                model(token, past_key_values=cache, position_ids=place, use_cache=True)
-            if name == "llama":
-                rewind(cache, setting.context)
-
-        call()
-        size, memory = count(model.parameters()), 4 * count(cache.layers)
-        versions = versions_of("torch", "transformers")
-        return Arm(call, setting.tokens, 4 * size, memory, size, versions, cache=name == "llama")
-
-    return make
+    call()
+    size, memory = count(model.parameters()), 4 * count(cache.layers)
+    return Arm(call, setting.tokens, 4 * size, memory, size, versions_of("torch", "transformers"))
 
 
 def fill(cache: Any, config: Any, context: int) -> None:
@@ -289,8 +252,8 @@ MAKERS: dict[str, Callable[[Setting], Arm]] = {
     "hope int4": hope("int4"),
     "hope fp32": hope("fp32"),
     "hope eager": hope_eager("int8"),
-    "transformer": torch_model("llama"),
-    "qwen3.5": torch_model("qwen3_5"),
+    "transformer": transformer,
+    "qwen3.5": qwen,
     "llama.cpp Q8_0": llama_cpp_arm("Q8_0"),
     "llama.cpp Q4_1": llama_cpp_arm("Q4_1"),
     "hope int8 prefill": hope("int8", prefill=True),

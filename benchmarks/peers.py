@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from peer_arms import GROWING, MAKERS, Setting, make
+from peer_arms import GROWING, MAKERS, make
+from peer_kit import Setting
 
 from fednl_runtime.stopwatch import READ_BYTES, Timing, interleaved, reads, rss_anon, timed
 

@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 import torch
-from peer_arms import MAKERS, Setting, count, make
+from peer_arms import MAKERS, make
+from peer_kit import Setting, count
 from peers import draw, line, race
 
 SETTING = Setting(threads=1, tokens=3, context=5, folder=None)  # type: ignore[arg-type]

@@ -165,13 +165,20 @@ def nodes(path: Path, threads: int, steps: int) -> list[Node]:
 
 
 def by_operator(events: Iterable[dict[str, Any]], steps: int) -> list[Node]:
-    """Nodes and microseconds of each operator in onnxruntime's events of so many steps; a branch is not its nodes."""
-    count, spent = Counter[str](), Counter[str]()
-    for event in events:
-        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            operator = event["args"]["op_name"]
-            count[operator] += 1
-            spent[operator] += event["dur"]
+    """Nodes and microseconds of each operator in onnxruntime's events of so many steps.
+
+    A branch runs within the time of its `If`, to which only what is left of it is counted.
+    """
+    count, spent, until = Counter[str](), Counter[str](), 0
+    kernels = [event for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
+    for event in sorted(kernels, key=lambda event: int(event["ts"])):
+        operator = event["args"]["op_name"]
+        count[operator] += 1
+        spent[operator] += event["dur"]
+        if event["ts"] < until:
+            spent["If"] -= event["dur"]
+        if operator == "If":
+            until = event["ts"] + event["dur"]
     return [Node(name, count[name] / steps, total / steps) for name, total in spent.most_common()]
 
 

@@ -90,13 +90,14 @@ def test_the_nodes_of_a_token_are_counted(path):
     assert all(node.microseconds >= 0 for node in found.values())
 
 
-def test_events_of_kernels_are_added_up_by_operator_and_others_left_out():
-    def event(name: str, operator: str, duration: int) -> dict[str, object]:
-        return {"cat": "Node", "name": name, "args": {"op_name": operator}, "dur": duration}
+def test_events_of_kernels_are_added_up_by_operator_and_a_branch_is_counted_once():
+    def event(name: str, operator: str, start: int, duration: int) -> dict[str, object]:
+        return {"cat": "Node", "name": name, "args": {"op_name": operator}, "ts": start, "dur": duration}
 
-    events = [event("a_kernel_time", "Mul", 4), event("b_kernel_time", "Mul", 6), event("c_kernel_time", "If", 30)]
-    events += [event("a_fence_before", "Mul", 99), {"cat": "Session", "name": "x_kernel_time", "dur": 99}]
-    assert by_operator(events, 2) == [Node("If", 0.5, 15), Node("Mul", 1, 5)]
+    events = [event("a_kernel_time", "Mul", 0, 4), event("b_kernel_time", "Mul", 12, 6)]
+    events += [event("c_kernel_time", "If", 10, 30), event("d_kernel_time", "Add", 45, 2)]
+    events += [event("a_fence_before", "Mul", 0, 99), {"cat": "Session", "name": "x_kernel_time", "dur": 99}]
+    assert by_operator(events, 2) == [Node("If", 0.5, 12), Node("Mul", 1, 5), Node("Add", 0.5, 1)]
 
 
 def test_a_long_session_reads_about_what_it_was_asked_to_and_tells_every_piece():

@@ -111,6 +111,7 @@ def test_imports_follow_the_arrows_of_the_house(path):
         ("fastapi", "server_api/*.py server_api/*/*.py fed_sync/fleet/endpoint.py"),  # a server too
         ("sqlalchemy", "fed_sync/fleet/repository.py fed_sync/fleet/tables.py"),
         ("onnx", "export/*.py"),
+        ("flwr", "fed_sync/flower/*.py"),
     ],
 )
 def test_a_library_is_imported_only_in_its_rooms(library, rooms):
@@ -170,14 +171,14 @@ def imported(files: list[Path]) -> set[str]:
 
 def test_every_imported_library_is_a_declared_dependency():
     vocabulary = {"pydantic", "starlette"}  # FastAPI's own
-    assert imported(SOURCES) <= libraries("aggregator", "export", "gpu", "plots") | vocabulary
-    assert imported(FILES) <= libraries("aggregator", "export", "gpu", "plots", "dev") | vocabulary
+    assert imported(SOURCES) <= libraries("aggregator", "export", "flower", "gpu", "plots") | vocabulary
+    assert imported(FILES) <= libraries("aggregator", "export", "flower", "gpu", "plots", "dev") | vocabulary
 
 
 def test_every_declared_dependency_is_imported():
     tools = {"mypy", "pytest-cov", "ruff"}
     by_url = {"psycopg"}  # SQLAlchemy imports the driver that a database's address names
-    assert libraries("aggregator", "export", "gpu", "plots") - by_url <= imported(SOURCES)
+    assert libraries("aggregator", "export", "flower", "gpu", "plots") - by_url <= imported(SOURCES)
     assert libraries("dev") - tools <= imported(FILES)
 
 

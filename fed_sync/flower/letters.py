@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from fednl_runtime.fed_sync.errors import Refusal
+from fednl_runtime.fed_sync.errors import Refusal, SyncError
 
 ADDRESS = "https://flower.invalid"
 """The address that devices sign: none that a request could be sent to."""
@@ -52,18 +52,22 @@ def letter(answers: Mapping[str, Answered]) -> RecordDict:
 
 
 def answers_in(message: Message) -> dict[str, Answered]:
-    """The answers in a letter. Raises KeyError or ValueError if it is none of ours."""
-    record = message.content[RECORD]
-    rows = zip(record["asked"], record["status"], record["body"], strict=True)
-    return {asked: Answered(status, body) for asked, status, body in rows}
+    """The answers in a letter. Raises SyncError if it is none of ours."""
+    record = message.content.get(RECORD)
+    columns = [record.get(name) for name in ("asked", "status", "body")] if isinstance(record, ConfigRecord) else []
+    if len(columns) != 3 or not all(isinstance(column, list) for column in columns):
+        raise SyncError(f"The letter has no config record {RECORD!r} of answers. Run our ServerApp.")
+    return {str(asked): Answered(int(status), bytes(body)) for asked, status, body in zip(*columns, strict=True)}
 
 
 def reply(posted: Posted | None, version: int) -> RecordDict:
     """A device's reply: its next upload, if one waits, and the version of the rules it uses."""
-    facts: dict[str, str | int | bytes] = {"version": version}
+    record = ConfigRecord({"version": version})
     if posted is not None:
-        facts |= {"update_id": posted.update_id, "body": posted.body, **posted.headers}
-    return RecordDict({RECORD: ConfigRecord(facts)})
+        record["update_id"], record["body"] = posted.update_id, posted.body
+        for name in HEADERS:
+            record[name] = posted.headers[name]
+    return RecordDict({RECORD: record})
 
 
 def posted_in(message: Message) -> Posted | None:
@@ -88,8 +92,6 @@ def version_in(message: Message) -> int | None:
 
 
 def _record_of(message: Message) -> ConfigRecord:
-    if message.has_error():
-        raise Refusal("malformed", f"The device's app failed ({message.error.reason}). Read its log.")
     record = message.content.get(RECORD)
     if not isinstance(record, ConfigRecord):
         raise Refusal("malformed", f"The reply has no config record {RECORD!r}. Run our ClientApp.")

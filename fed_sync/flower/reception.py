@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from flwr.app import Message
@@ -55,11 +56,17 @@ def terms(fleet: Fleet) -> dict[str, Answered]:
 
 
 def take(fleet: Fleet, message: Message) -> tuple[str, dict[str, Answered]]:
-    """Take the upload in a reply in; `accepted`, `duplicate`, `nothing` or the code of a refusal, and the answer.
+    """Take the upload in a reply in; what came of it, and the answer that the device is to get.
+
+    That is `accepted`, `duplicate`, `nothing` where none waits, `failed` where the device's app did, `unavailable`
+    where the storage here does not work, or the code of a refusal.
 
     Refusals are counted under their device, as those over HTTP are. A signature's time is held against the time at
     which the reply was made: replies lie until the slowest device of a round is done, and repeating one is no use.
     """
+    if message.has_error():
+        log.warning("the app of node %d failed: %s", message.metadata.src_node_id, message.error.reason)
+        return "failed", {}
     try:
         posted = posted_in(message)
         if posted is None:
@@ -107,5 +114,5 @@ def _receive(fleet: Fleet, device: Device, posted: Posted) -> intake.Receipt:
     return intake.receive(fleet, device, posted.update_id, posted.body)
 
 
-def _json(facts: dict[str, object]) -> bytes:
+def _json(facts: Mapping[str, object]) -> bytes:
     return json.dumps(facts).encode()

@@ -62,7 +62,7 @@ class RulesStrategy(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """How many devices use the current version: each tries rules on its own text before it does."""
-        versions = [version_in(reply) for reply in replies]
+        versions = [version_in(reply) for reply in replies if not reply.has_error()]
         return MetricRecord({"devices": len(versions), "current": versions.count(self._current())})
 
     def summary(self) -> None:

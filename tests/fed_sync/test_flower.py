@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ pytest.importorskip("flwr", reason="Flower has an environment of its own; .ci/ru
 from agents import TinyModel, endpoint_of, learning, pending
 from fleets import Caller, Clock, device_key, fleet_of, join_all, rules_now, send
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, Metadata, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 from updates import GOOD, HOSTILE, body_of, update_of
 
 from fednl_runtime.fed_sync.device.client import Endpoint
@@ -25,6 +28,7 @@ from fednl_runtime.fed_sync.device.folder import Device, Invitation, joined
 from fednl_runtime.fed_sync.device.participant import SyncSettings
 from fednl_runtime.fed_sync.errors import SyncError
 from fednl_runtime.fed_sync.fleet import intake, rounds
+from fednl_runtime.fed_sync.flower.client_app import opened
 from fednl_runtime.fed_sync.flower.letters import ADDRESS, HEADERS, RECORD, Posted, answers_in, reply, upload_path
 from fednl_runtime.fed_sync.flower.mailbox import Correspondent, Mailbox, exchange
 from fednl_runtime.fed_sync.flower.strategy import RulesStrategy
@@ -32,6 +36,9 @@ from fednl_runtime.fed_sync.signing import key_id, sign_request
 from fednl_runtime.fed_sync.update import MEDIA_TYPE, new_update_id
 from fednl_runtime.session import SessionKey
 
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/federation.md").read_text()
+PROGRAMS = Path(sys.executable).parent
 NODES = (11, 22, 33, 44, 55)
 NAN = "a number that is none"
 
@@ -84,6 +91,13 @@ def digest_of(fleet, version: int) -> str:
 
 def metrics(strategy: RulesStrategy, *replies: Message) -> dict[str, int]:
     return dict(strategy.aggregate_train(1, replies)[1])
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch):
+    """Be the task of a run, as Flower's own process of the app is."""
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 @contextlib.contextmanager
@@ -148,6 +162,13 @@ def test_an_upload_needs_the_signature_of_an_enrolled_device_over_this_body_and_
     assert pending(fleet) == []
 
 
+def test_a_signature_is_as_old_as_the_reply_and_not_as_the_wait_for_the_slowest_device(fleet, strategy):
+    early, wrong = upload(fleet, 0, update_of()), upload(fleet, 1, update_of(1))
+    wrong.metadata.created_at += 301
+    fleet.clock.now += 3000
+    assert metrics(strategy, early, wrong) == {"version": 1, "accepted": 1, "clock_skew": 1}
+
+
 def test_a_revoked_device_is_refused(fleet, strategy):
     intake.revoke(fleet, device_of(fleet, 0).id)
     assert metrics(strategy, upload(fleet, 0, update_of())) == {"version": 1, "revoked": 1}
@@ -161,7 +182,7 @@ def test_replies_that_are_none_are_dropped(fleet, strategy):
     partial = message_of(RecordDict({RECORD: ConfigRecord({"update_id": "x", "body": "text"})}), 44, now)
     waiting = message_of(reply(None, 1), 55, now)
     told = metrics(strategy, failed, empty, arrays, partial, waiting)
-    assert told == {"version": 1, "malformed": 4, "nothing": 1}
+    assert told == {"version": 1, "failed": 1, "malformed": 3, "nothing": 1}
 
 
 def test_a_round_begins_with_the_nodes_that_are_there(strategy):
@@ -273,8 +294,29 @@ def test_rules_that_the_fleet_did_not_sign_are_not_taken(fleet, strategy, phones
     assert part.version == 0
 
 
+def test_a_device_whose_server_syncs_already_leaves_its_folder_alone(fleet, phones):
+    device = phones[11].device
+    with (
+        device.only_agent(),
+        pytest.raises(SyncError, match="Another process syncs"),
+        opened({"device": device.folder}),
+    ):
+        raise AssertionError("two agents use one folder")
+
+
+@pytest.mark.parametrize("program", ["flower-superlink", "flower-supernode", "flwr"])
+def test_a_documented_command_of_flower_has_its_options(program):
+    lines = [line for line in PAGE.replace("\\\n", "").splitlines() if line.startswith(program)]
+    assert lines
+    help_of = [PROGRAMS / program, *["run"] * (program == "flwr"), "--help"]
+    text = subprocess.run(
+        help_of, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "200"}
+    ).stdout
+    assert [option for line in lines for option in re.findall(r" (--[a-z-]+)", line) if option not in text] == []
+
+
 def test_a_superlink_and_two_supernodes_end_with_the_bytes_that_http_gives():
-    program = Path(__file__).parents[2] / "benchmarks/flower_parity.py"
+    program = ROOT / "benchmarks/flower_parity.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads(done.stdout)

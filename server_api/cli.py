@@ -101,7 +101,8 @@ def name_variables(command: click.Command, name: str) -> None:
 def cli() -> None:
     """Language models that learn while they run, on the device they run on.
 
-    Every option can be given as an environment variable, such as FEDNL_SERVE_PORT for serve --port.
+    Every option can be given as an environment variable, such as FEDNL_SERVE_PORT for serve --port. The commands
+    of a group share theirs, such as FEDNL_SESSIONS_SERVER.
     """
 
 

@@ -196,7 +196,9 @@ def _locked(folder: Path) -> contextlib.ExitStack:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(f"Another process keeps its sessions in {folder}. Choose another folder.") from None
+            raise StoreError(
+                f"Another process keeps its sessions in {folder}. Stop it, or choose another folder with --state-dir."
+            ) from None
         return locked.pop_all()
 
 

@@ -153,6 +153,10 @@ def connected(server: str) -> Iterator[httpx.Client]:
             yield client
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         why = str(error) or type(error).__name__
+        if "CERTIFICATE_VERIFY_FAILED" in why:
+            raise ServerError(
+                f"The certificate of {server} is not trusted ({why}). Name it in SSL_CERT_FILE, if it is yours."
+            ) from error
         raise ServerError(
             f"{server} does not answer ({why}). Start `fednl-runtime serve`, or name --server."
         ) from error

@@ -125,3 +125,11 @@ def test_the_key_comes_from_the_environment(engine, serve):
 def test_ages_are_told_in_the_largest_whole_unit(monkeypatch, seconds, text):
     monkeypatch.setattr("time.time", lambda: 1_000_000.0)
     assert ago(1_000_000.0 - seconds) == text
+
+
+def test_a_certificate_that_is_not_trusted_is_told_from_a_server_that_is_down(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")
+
+    monkeypatch.setattr(httpx.Client, "request", refuse)
+    assert "SSL_CERT_FILE" in run("https://127.0.0.1:1", "ls", code=1).output

@@ -21,6 +21,7 @@ from fednl_runtime.fed_sync.device.outbox import Outbox
 from fednl_runtime.fed_sync.device.recent import RecentText
 from fednl_runtime.fed_sync.errors import Refusal, SyncError
 from fednl_runtime.fed_sync.signing import key_file, public_key, public_text
+from fednl_runtime.files import make_private
 from fednl_runtime.session import SessionKey
 
 
@@ -39,7 +40,7 @@ class Device:
     def __init__(self, folder: Path, end_of_text: int, max_recent_bytes: int = 1 << 20) -> None:
         """Open or make the folder. Raises StoreError, SigningKeyError."""
         with storing(folder):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
         self.folder = folder
         with contextlib.ExitStack() as opened:
             self.recent = RecentText(folder / "recent.db", end_of_text, max_recent_bytes)

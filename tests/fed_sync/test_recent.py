@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fednl_runtime.errors import StoreError
+from fednl_runtime.fed_sync.device.folder import Device
 from fednl_runtime.fed_sync.device.recent import RecentText
 from fednl_runtime.session import SessionKey
 
@@ -120,3 +121,9 @@ def test_a_file_whose_pages_were_overwritten_is_set_aside(tmp_path):
     recent = RecentText(path, END)
     assert recent.tokens() == 0
     recent.close()
+
+
+def test_a_device_makes_its_folder_and_those_above_it_for_its_owner_alone(tmp_path):
+    folder = tmp_path / "new" / "sync"
+    Device(folder, end_of_text=0).close()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)} == {0o700}

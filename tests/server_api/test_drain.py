@@ -46,13 +46,13 @@ class Running:
     def _stream(self) -> None:
         body = {"prompt": "a", "max_tokens": 100, "session_id": "s", "stream": True, **ENDLESS}
         with httpx.stream("POST", f"{self.address}/v1/completions", json=body, timeout=60) as response:
-            self.lines = list(response.iter_lines())
+            self.lines.extend(response.iter_lines())
 
     @contextlib.contextmanager
     def streaming(self) -> Iterator[None]:
-        """A request that has begun; it has ended when the block has."""
+        """A request whose stream has begun; it has ended when the block has."""
         self._thread.start()
-        until(lambda: self.engine.backend.calls)
+        until(lambda: self.lines)
         yield
         self._thread.join(60)
 

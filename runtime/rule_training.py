@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from fednl_runtime.config import HopeConfig
 from fednl_runtime.errors import RequestError
 from fednl_runtime.evaluate import stream
 from fednl_runtime.rules import RuleSet, in_range
-from fednl_runtime.state import Array, MemoryState, Tensors, Tokens
+from fednl_runtime.state import MemoryState, Tensors, Tokens
 
 Result = TypeVar("Result")
 
@@ -29,13 +29,6 @@ class Gradients(Protocol):
 
     def step(self, rules: Tensors, tokens: Tokens, state: MemoryState) -> tuple[float, Tensors, MemoryState]:
         """Mean loss of tokens `[T + 1]` after the first, its gradient by every rule, and the next state."""
-
-
-class Ruled(Backend, Protocol):
-    """A backend whose rules can be replaced."""
-
-    def with_rules(self, rules: Mapping[str, Array]) -> Backend:
-        """The same model with other rules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +155,7 @@ def split(tokens: Tokens, settings: RuleSettings) -> tuple[Tokens, Tokens]:
     return train, held_out
 
 
-def held_out_loss(backend: Ruled, rules: Tensors, tokens: Tokens) -> float:
+def held_out_loss(backend: Backend, rules: Tensors, tokens: Tokens) -> float:
     """Streaming cross-entropy of tokens `[T + 1]` under some rules, from an empty memory, nats a token."""
     adapt = np.array([LEARN], np.float32)
     return float(stream(backend.with_rules(rules), tokens[None], lambda _: adapt, lambda _: None).mean())
@@ -170,7 +163,7 @@ def held_out_loss(backend: Ruled, rules: Tensors, tokens: Tokens) -> float:
 
 def train_rules(
     gradients: Gradients,
-    backend: Ruled,
+    backend: Backend,
     rules: RuleSet,
     tokens: Tokens,
     settings: RuleSettings | None = None,
@@ -204,7 +197,7 @@ class _Run:
     """One training run: current and best rules, and the clocks."""
 
     def __init__(
-        self, gradients: Gradients, backend: Ruled, rules: Tensors, held_out: Tokens, settings: RuleSettings
+        self, gradients: Gradients, backend: Backend, rules: Tensors, held_out: Tokens, settings: RuleSettings
     ) -> None:
         self.gradients, self.backend, self.held_out, self.settings = gradients, backend, held_out, settings
         self.rules, self.optimizer = rules, AdamW(rules, settings)

@@ -11,9 +11,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fednl_runtime.backend import Backend
 from fednl_runtime.errors import RequestError
 from fednl_runtime.fed_sync.update import ClientUpdate, Encoded, Schema, encode
-from fednl_runtime.rule_training import Gradients, Ruled, RuleProgress, RuleSettings, train_rules
+from fednl_runtime.rule_training import Gradients, RuleProgress, RuleSettings, train_rules
 from fednl_runtime.rules import RuleSet, Shapes
 from fednl_runtime.state import Tokens
 
@@ -26,7 +27,7 @@ class StoppedError(Exception):
 class Opened:
     """A model in the agent's own hands; `gradients` is None if it has no gradient graph."""
 
-    backend: Ruled
+    backend: Backend
     gradients: Gradients | None
 
 

@@ -7,8 +7,9 @@ import math
 
 import numpy as np
 
+from fednl_runtime.backend import Backend
 from fednl_runtime.errors import FednlError
-from fednl_runtime.rule_training import Ruled, held_out_loss
+from fednl_runtime.rule_training import held_out_loss
 from fednl_runtime.state import Tensors, Tokens
 
 SMOKE_TOKENS = 65
@@ -29,7 +30,7 @@ class Verdict:
     after: float | None = None
 
 
-def judge(backend: Ruled, new: Tensors, present: Tensors, tokens: Tokens, margin: float = MARGIN) -> Verdict:
+def judge(backend: Backend, new: Tensors, present: Tensors, tokens: Tokens, margin: float = MARGIN) -> Verdict:
     """Try `new` rules against the `present` ones ({} are the model's own) on the end of a text `[T]`."""
     text = tokens[-MOST_TOKENS:]
     smoke = np.arange(SMOKE_TOKENS, dtype=np.int64) % backend.config.vocab_size

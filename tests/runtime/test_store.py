@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from stores import EMPTY, FORM, KEY, OTHER, began, commit, files, head, learnt, write
+from stores import EMPTY, KEY, OTHER, began, commit, files, head, learnt, write
 from turns import bits
 
 from fednl_runtime.errors import (
@@ -20,19 +18,6 @@ from fednl_runtime.errors import (
 from fednl_runtime.records import Settings
 from fednl_runtime.session import SessionKey
 from fednl_runtime.store import SessionStore
-from fednl_runtime.vault import StoreLimits
-
-
-@pytest.fixture(name="folder", params=["memory", "folder"])
-def folder_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
-    return tmp_path / "sessions" if request.param == "folder" else None
-
-
-@pytest.fixture(name="store")
-def store_fixture(folder: Path | None) -> Iterator[SessionStore]:
-    store = SessionStore(FORM, StoreLimits(), folder)
-    yield store
-    store.close()
 
 
 def test_a_commit_is_found_again_bit_for_bit(store: SessionStore) -> None:

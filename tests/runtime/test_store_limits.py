@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,18 +24,6 @@ from fednl_runtime.vault import StoreLimits
 
 MINE = SessionKey("", "a")
 """The session of `say`."""
-
-
-@pytest.fixture(name="folder", params=["memory", "folder"])
-def folder_fixture(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
-    return tmp_path / "sessions" if request.param == "folder" else None
-
-
-@pytest.fixture(name="store")
-def store_fixture(folder: Path | None) -> Iterator[SessionStore]:
-    store = SessionStore(FORM, StoreLimits(), folder)
-    yield store
-    store.close()
 
 
 @pytest.fixture(name="clock")

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from fednl_runtime.stopwatch import READ_BYTES, Timing, interleaved, reads, rss_
 if TYPE_CHECKING:
     from fednl_runtime.onnx_backend import OnnxBackend
 
+T = TypeVar("T")
 BATCHES = (1, 2, 4, 8, 16)
 STILL = (0.0, 0.0)
 """Adapt scales at which nothing learns."""
@@ -27,7 +28,7 @@ ARMS = {"all_learn": LEARN, "slow_frozen": FREEZE, "all_frozen": STILL}
 SAMPLES = 100
 """Pieces of a long session whose time and memory are noted."""
 WARM_UP = 0.1
-"""Share of a long session after which memory is compared."""
+"""Share of a long session after which time and memory are compared."""
 QUANTIZED = "MatMulNBits"
 
 
@@ -64,12 +65,15 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Soak:
-    """A long session: seconds a token in its first and last tenth, and anonymous memory along the way in bytes."""
+    """A long session: seconds a token in the tenth after the warm-up and in the last one, and anonymous memory.
+
+    `rss_anon` is that memory along the way in bytes, `drift_percent` its change between those tenths.
+    """
 
     tokens: int
     seconds: float
-    first_tenth: float
-    last_tenth: float
+    first_tenth: Timing
+    last_tenth: Timing
     rss_anon: tuple[int, ...]
     drift_percent: float | None
 
@@ -110,9 +114,9 @@ def one_by_one(stream: Stream, rows: int, steps: int, adapt: tuple[float, float]
     return work
 
 
-def in_segments(backend: Backend, calls: int) -> Callable[[], None]:
+def in_segments(backend: Backend, stream: Stream, calls: int) -> Callable[[], None]:
     """A function that reads a prompt of so many segments, one a call."""
-    stream, scales = backend.open(MemoryState.zeros(backend.config)), np.array([LEARN], np.float32)
+    scales = np.array([LEARN], np.float32)
     tokens = np.arange(backend.segment)[None] % backend.config.vocab_size
 
     def work() -> None:
@@ -124,10 +128,10 @@ def in_segments(backend: Backend, calls: int) -> Callable[[], None]:
 
 def reading(backend: OnnxBackend, file_bytes: int, threads: int, steps: int, rounds: int) -> Reading:
     """Rates of prefill and of decode in batches of `steps` calls, and the bandwidth, in the same rounds."""
-    calls = max(1, steps // backend.segment)
+    calls, prompt = max(1, steps // backend.segment), backend.open(MemoryState.zeros(backend.config))
     works = {f"decode_{rows}": one_by_one(spread_out(backend, rows), rows, steps) for rows in BATCHES}
     with reads(threads) as memory:
-        timings = interleaved({**memory, "prefill": in_segments(backend, calls), **works}, rounds)
+        timings = interleaved({**memory, "prefill": in_segments(backend, prompt, calls), **works}, rounds)
     rates = {"prefill": rate_of(timings["prefill"], calls * backend.segment, calls)}
     for rows in BATCHES:
         traffic = call_bytes(backend.model, file_bytes, rows)
@@ -183,24 +187,24 @@ def by_operator(events: Iterable[dict[str, Any]], steps: int) -> list[Node]:
 
 
 def soak(backend: Backend, tokens: int, report: Callable[[int], None]) -> Soak:
-    """Read so many tokens into one session, a segment a call; `report` gets the tokens of each piece.
+    """Read so many tokens into one session; `report` gets the tokens of each piece.
 
-    Memory is compared between the end of the warm-up and the last tenth.
+    Each piece is half a prompt, read in segments, and half an answer, read token by token.
     """
-    size = max(1, tokens // backend.segment // SAMPLES)
-    each = size * backend.segment
-    read_piece = in_segments(backend, size)
-    seconds, memory = list[float](), list[int]()
-    for _ in range(max(1, tokens // each)):
-        seconds.append(timed(read_piece)[0])
+    size = max(1, tokens // backend.segment // SAMPLES // 2)
+    half, stream = size * backend.segment, backend.open(MemoryState.zeros(backend.config))
+    prompt, answer = in_segments(backend, stream, size), one_by_one(stream, 1, half)
+    times, memory = list[tuple[float, float]](), list[int]()
+    for _ in range(max(1, tokens // (2 * half))):
+        times.append(timed(lambda: (prompt(), answer())))
         memory += [size_now] if (size_now := rss_anon()) is not None else []
-        report(each)
-    tenth = max(1, len(seconds) // 10)
+        report(2 * half)
+    first, last = (Timing.of(*map(list, zip(*part, strict=True))).each(2 * half) for part in tenths(times))
     return Soak(
-        tokens=len(seconds) * each,
-        seconds=sum(seconds),
-        first_tenth=float(np.median(seconds[:tenth])) / each,
-        last_tenth=float(np.median(seconds[-tenth:])) / each,
+        tokens=len(times) * 2 * half,
+        seconds=sum(wall for wall, _ in times),
+        first_tenth=first,
+        last_tenth=last,
         rss_anon=tuple(memory[:: max(1, len(memory) // 10)]),
         drift_percent=drift(memory) if memory else None,
     )
@@ -208,6 +212,11 @@ def soak(backend: Backend, tokens: int, report: Callable[[int], None]) -> Soak:
 
 def drift(memory: list[int]) -> float:
     """Change in percent from the tenth after the warm-up to the last tenth, of medians."""
-    tenth, start = max(1, len(memory) // 10), int(WARM_UP * len(memory))
-    before = float(np.median(memory[start : start + tenth]))
-    return 100 * (float(np.median(memory[-tenth:])) / before - 1)
+    before, after = (float(np.median(part)) for part in tenths(memory))
+    return 100 * (after / before - 1)
+
+
+def tenths(samples: list[T]) -> tuple[list[T], list[T]]:
+    """The tenth after the warm-up, and the last one."""
+    tenth, start = max(1, len(samples) // 10), int(WARM_UP * len(samples))
+    return samples[start : start + tenth], samples[-tenth:]

@@ -102,11 +102,26 @@ def test_events_of_kernels_are_added_up_by_operator_and_a_branch_is_counted_once
 
 def test_a_long_session_reads_about_what_it_was_asked_to_and_tells_every_piece():
     pieces: list[int] = []
-    found = soak(NumpyBackend(segment=7), 700, pieces.append)
-    assert found.tokens == sum(pieces) == 700
+    found = soak(NumpyBackend(segment=7), 1400, pieces.append)
+    assert found.tokens == sum(pieces) == 1400
     assert len(pieces) == 100
     assert found.drift_percent is not None
     assert abs(found.drift_percent) < 50
+
+
+def test_half_of_a_long_session_is_read_in_segments_and_half_token_by_token():
+    backend, lengths = NumpyBackend(segment=7), []
+    opened = backend.open
+
+    def counting(state):
+        stream = opened(state)
+        feed = stream.feed
+        stream.feed = lambda tokens, *rest: (lengths.append(tokens.shape[1]), feed(tokens, *rest))[1]
+        return stream
+
+    backend.open = counting
+    soak(backend, 28, lambda _: None)
+    assert lengths == 2 * [7, *7 * [1]]
 
 
 def test_drift_leaves_the_warm_up_out():

@@ -12,6 +12,9 @@ from fednl_runtime.errors import QueueFullError, SessionBusyError, ShuttingDownE
 from fednl_runtime.session import SessionKey
 from fednl_runtime.slots import Feed, Slots
 
+PIECE = 16
+"""Tokens of a prompt that are read in one call, at least, while others choose tokens."""
+
 
 @dataclasses.dataclass(eq=False)
 class Job:
@@ -104,18 +107,27 @@ class Scheduler:
         return True
 
     def _round(self) -> None:
-        """Read one token for every job that wants one, in batches, and one longer piece for one of the others."""
+        """Read one token for every job that wants one, in batches, and one longer piece for one of the others.
+
+        A call takes less than twice as long for twice as many tokens. So beside N jobs that choose tokens a prompt is
+        read in pieces of N, which at most double the time between their tokens; of `PIECE` if they are fewer, since a
+        prompt would hardly advance otherwise. Alone it is read in whole segments.
+        """
         for job in [job for job in self._active if job.closed]:
             self._advance(job, None)
         singles = [job for job in self._active if job.feed is not None and len(job.feed.tokens) == 1]
         for slots, group in grouped(singles):
+            slots.piece = max(PIECE, len(group))
             for first in range(0, len(group), slots.batch):
                 self._read(slots, group[first : first + slots.batch])
         longer = next((job for job in self._active if job.feed is not None and len(job.feed.tokens) > 1), None)
         if longer is not None and longer.feed is not None:
             self._active.remove(longer)
             self._active.append(longer)
-            self._read(longer.feed.slot.slots, [longer])
+            slots = longer.feed.slot.slots
+            if not singles:
+                slots.piece = slots.backend.segment
+            self._read(slots, [longer])
 
     def _read(self, slots: Slots, jobs: list[Job]) -> None:
         """One call of the model; its logits go to the jobs before the next one overwrites them."""

@@ -48,6 +48,8 @@ class Slots:
         self.backend, self.capacity = backend, capacity
         self.batch = capacity
         """Single tokens that are read in one call at most."""
+        self.piece = backend.segment
+        """Tokens of a prompt that are read in one call at most."""
         self.stream = backend.open(MemoryState.zeros(backend.config, capacity))
         self._taken: list[Slot] = []
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from fednl_runtime.backend import FREEZE, LEARN, segments
+from fednl_runtime.backend import FREEZE, LEARN
 from fednl_runtime.crash import crash_point
 from fednl_runtime.errors import MemoryBreachError
 from fednl_runtime.guard import NormCaps, check_memory, update_norm
@@ -158,14 +158,21 @@ class Reader:
 
     def __init__(self, slot: Slot, base: Session) -> None:
         self._slot = slot
+        self._position = base.tokens_seen
         self.logits = base.logits
 
+    def room(self) -> int:
+        """Tokens that may be read in the next call: what is left of a segment, and what neighbours leave time for."""
+        slots = self._slot.slots
+        return min(slots.piece, slots.backend.segment - self._position % slots.backend.segment)
+
     def read(self, tokens: tuple[int, ...]) -> Generator[Feed, Array, Array]:
-        """Read tokens `[T]` within one segment; return the logits `[T or T-1, V]` that predicted the last of them.
+        """Read tokens `[T]`, `room` of them at most; return the logits `[T or T-1, V]` that predicted the last of them.
 
         The tokens are yielded for whoever runs the model, the logits `[T, V]` that follow them come back.
         """
         logits = yield Feed(self._slot, tokens)
+        self._position += len(tokens)
         if not np.isfinite(logits).all():
             raise MemoryBreachError("The model's output is not finite; the turn was discarded.")
         before = [] if self.logits is None else [self.logits[None]]
@@ -198,7 +205,7 @@ def run_turn(
     with contextlib.closing(slots.open(base.state, LEARN if learns else FREEZE)) as slot:
         reader = Reader(slot, base)
         tokens = start.tokens or (() if base.logits is not None else (tokenizer.end_of_text,))
-        tokens, surprise = yield from read_prompt(reader, tokens, segments_of(base, tokens, slots), request, stop)
+        tokens, surprise = yield from read_prompt(reader, tokens, request, stop)
         tail = unfinished(base.tail + tokenizer.decode_bytes(tokens))
         answer, finish_reason = yield from generate(reader, tokenizer, tokens, request, tail, stop)
         crash_point("turn_after_answer")
@@ -226,23 +233,17 @@ def run_turn(
     )
 
 
-def segments_of(base: Session, tokens: tuple[int, ...], slots: Slots) -> list[slice]:
-    """The pieces in which the tokens that follow `base` are read."""
-    return segments(base.tokens_seen, len(tokens), slots.backend.segment)
-
-
 def read_prompt(
-    reader: Reader, tokens: tuple[int, ...], parts: list[slice], request: TurnRequest, stop: threading.Event
+    reader: Reader, tokens: tuple[int, ...], request: TurnRequest, stop: threading.Event
 ) -> Steps[tuple[tuple[int, ...], list[float]]]:
     """Read the prompt; return the tokens read, all unless `stop` was set, and the surprise of those that had one."""
     surprise: list[float] = []
     read = 0
-    for part in parts:
-        if stop.is_set():
-            break
-        event = prompt_event(tokens[part], (yield from reader.read(tokens[part])), request)
+    while read < len(tokens) and not stop.is_set():
+        piece = tokens[read : read + reader.room()]
+        event = prompt_event(piece, (yield from reader.read(piece)), request)
         surprise += [-p for p in event.logprobs if p is not None]
-        read = part.stop
+        read += len(piece)
         yield event
         crash_point("turn_in_prompt")
     return tokens[:read], surprise

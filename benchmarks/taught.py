@@ -64,13 +64,12 @@ class Taught(Hope):
         p, rates = unit(h @ self.top.p.T, c.norm_eps), self.top_rates()
         everyone = torch.ones(len(tokens), dtype=torch.bool)
         f = self.top_close(state, tokens[:, 0], adapt, everyone)
-        losses, gradients = [], []
+        reads, errors = [], []
         for start in range(0, tokens.shape[1], c.top_period):
             piece = slice(start, start + c.top_period)
-            read = h[:, piece] + p[:, piece] @ f
-            nats, g = rec.CrossEntropy.apply(read, embedding, targets[:, piece])
-            losses.append(nats)
-            gradients.append(g)
-            new |= {"top.f": f} | self.pending(read, p[:, piece], tokens[:, piece], adapt)
-            f = rec.top_step(f, p[:, piece].transpose(1, 2) @ g, *rates, adapt, everyone)
-        return torch.cat(losses, 1), torch.cat(gradients, 1), new
+            reads.append(h[:, piece] + p[:, piece] @ f)
+            errors.append(self.next_token(reads[-1], embedding, targets[:, piece]))
+            new |= {"top.f": f} | self.pending(reads[-1], p[:, piece], tokens[:, piece], adapt)
+            f = rec.top_step(f, p[:, piece].transpose(1, 2) @ errors[-1][1], *rates, adapt, everyone)
+        nats, g, error = (torch.cat(parts, 1) for parts in zip(*errors, strict=True))
+        return rec.CrossEntropy.apply(torch.cat(reads, 1), embedding, nats, g, error), g, new

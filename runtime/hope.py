@@ -101,11 +101,11 @@ class Hope(nn.Module):
         self.norm = constant(1, config.d_model)
         if config.top_rank:
             self.top = TopLevel(config)
-        self.delta, self.self_modifying = rec.delta, rec.self_modifying
+        self.delta, self.self_modifying, self.softmax_error = rec.delta, rec.self_modifying, rec.softmax_error
 
     def compile(self) -> None:
         """Fuse the parts of a block with torch.compile: minutes of start-up, twice the speed in training."""
-        for name in ("project", "delta", "self_modifying", "read_out", "cms"):
+        for name in ("project", "delta", "self_modifying", "read_out", "cms", "softmax_error"):
             setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     def zeros(self, batch: int = 1) -> TensorDict:
@@ -134,7 +134,8 @@ class Hope(nn.Module):
         projected = self.linear(self.rms_norm(x, layer["norm"]), layer["w_in"])
         u, z = projected.split([len(INPUTS) * c.d_model, c.d_model], -1)
         window = torch.cat([tail, u], 1)
-        u = torch.stack([window[:, j : j + x.shape[1]] * layer["conv"][:, j] for j in range(c.d_conv)]).sum(0)
+        taps = layer["conv"].T.contiguous()
+        u = sum((window[:, j : j + x.shape[1]] * taps[j] for j in range(1, c.d_conv)), window[:, : x.shape[1]] * taps[0])
         u = unit(u.unflatten(-1, (len(INPUTS), c.n_head, c.d_head)), c.norm_eps).permute(2, 0, 3, 1, 4)
         return u.contiguous(), z, window[:, x.shape[1] :]
 
@@ -224,8 +225,7 @@ class Hope(nn.Module):
         if not closing.any():
             return state["top.f"]
         targets = torch.cat([state["top.token"][:, 1:].long(), tokens[:, None]], 1)
-        with torch.no_grad():
-            _, g = rec.CrossEntropy.apply(state["top.h"], self.embedding, targets)
+        _, g, _ = self.next_token(state["top.h"], self.embedding, targets)
         return rec.top_step(state["top.f"], state["top.p"].transpose(1, 2) @ g, *self.top_rates(), adapt, closing)
 
     def forward(self, tokens: Tensor, state: TensorDict, adapt: Tensor | None = None) -> tuple[Tensor, TensorDict]:
@@ -257,6 +257,12 @@ class Hope(nn.Module):
         """What the top level keeps of tokens whose targets it has not learnt from."""
         return {"top.h": h, "top.p": adapt[:, 1:, None] * p, "top.token": tokens.to(h.dtype)}
 
+    @torch.no_grad()
+    def next_token(self, h: Tensor, embedding: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss `[B, n]`, its gradient at h `[B, n, d]`, and softmax - onehot `[B, n, V]`, as constants."""
+        loss, error = self.softmax_error(h.to(embedding.dtype) @ embedding.T, targets)
+        return loss, (error @ embedding).to(h.dtype), error
+
     def loss(self, tokens: Tensor, targets: Tensor, state: TensorDict) -> tuple[Tensor, TensorDict]:
         """Next-token cross-entropy `[B, T]` in nats, and the next state, at the cost of one softmax.
 
@@ -270,24 +276,24 @@ class Hope(nn.Module):
         new |= {"position": state["position"] + tokens.shape[1]}
         embedding = self.embedding if self.compute is None else self.embedding.to(self.compute)
         if not c.top_rank:
-            return rec.CrossEntropy.apply(h, embedding, targets)[0], new
+            return rec.CrossEntropy.apply(h, embedding, *self.next_token(h, embedding, targets)), new
         assert tokens.shape[1] % c.top_period == 0, "the loss needs whole chunks of the top level"
         assert not (state["position"] % c.top_period).any(), "the loss starts at a chunk of the top level"
         p = unit(h @ self.top.p.T, c.norm_eps)
         rates = self.top_rates()
         everyone = torch.ones(len(tokens), dtype=torch.bool, device=h.device)
         f = self.top_close(state, tokens[:, 0], adapt, everyone)
-        losses, chunks = [], range(0, tokens.shape[1], c.top_period)
+        reads, errors, chunks = [], [], range(0, tokens.shape[1], c.top_period)
         for start in chunks:
             piece = slice(start, start + c.top_period)
             keys = p[:, piece]
-            read = h[:, piece] + keys @ f
-            loss, g = rec.CrossEntropy.apply(read, embedding, targets[:, piece])
-            losses.append(loss)
+            reads.append(h[:, piece] + keys @ f)
+            errors.append(self.next_token(reads[-1], embedding, targets[:, piece]))
             if start == chunks[-1]:
-                new |= {"top.f": f} | self.pending(read, keys, tokens[:, piece], adapt)
-            f = rec.top_step(f, keys.transpose(1, 2) @ g, *rates, adapt, everyone)
-        return torch.cat(losses, 1), new
+                new |= {"top.f": f} | self.pending(reads[-1], keys, tokens[:, piece], adapt)
+            f = rec.top_step(f, keys.transpose(1, 2) @ errors[-1][1], *rates, adapt, everyone)
+        constants = (torch.cat(parts, 1) for parts in zip(*errors, strict=True))
+        return rec.CrossEntropy.apply(torch.cat(reads, 1), embedding, *constants), new
 
 
 def to_tensors(state: MemoryState) -> TensorDict:

@@ -162,33 +162,36 @@ def top_step(f: Tensor, pg: Tensor, eps: Tensor, decay: Tensor, cap: Tensor, ada
     return torch.where(closing[:, None, None] & (slow > 0), stepped, f)
 
 
-class CrossEntropy(torch.autograd.Function):
-    """Summed next-token cross-entropy and its gradient at the hidden state, from one softmax.
+def softmax_error(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy `[B, n]` in nats and softmax - onehot, typed as the logits `[B, n, V]`, for targets `[B, n]`."""
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = x.amax(-1, keepdim=True)
+    odds = (x - top).exp()
+    total = odds.sum(-1, keepdim=True)
+    onehot = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device) == targets[..., None].int()
+    loss = top + total.log() - x.gather(-1, targets[..., None])
+    return loss[..., 0], (odds / total - onehot.to(x.dtype)).to(logits.dtype)
 
-    The gradient g is what the top level learns from and what back-propagation needs, so the exact
-    top level costs the training step nothing; through the update itself g counts as a constant.
+
+class CrossEntropy(torch.autograd.Function):
+    """Losses that `softmax_error` computed, with their gradients at the hidden states and the embedding.
+
+    The gradient g is what the top level learns from and what back-propagation needs, so the exact top level
+    costs the training step nothing; the embedding's is one product over all chunks.
     """
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, h: Tensor, embedding: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """h `[B, n, d]`, embedding `[V, d]` (matmul type), targets `[B, n]` -> loss `[B, n]`, g like h."""
-        logits = (h.to(embedding.dtype) @ embedding.T).to(h.dtype)
-        log_p = logits.log_softmax(-1)
-        loss = -log_p.gather(-1, targets[..., None])[..., 0]
-        error = log_p.exp_()
-        error.scatter_add_(-1, targets[..., None], torch.full_like(loss[..., None], -1))
-        error = error.to(embedding.dtype)
-        g = (error @ embedding).to(h.dtype)
+        ctx: torch.autograd.function.FunctionCtx, h: Tensor, embedding: Tensor, loss: Tensor, g: Tensor, error: Tensor
+    ) -> Tensor:
+        """h and g `[B, n, d]`, embedding `[V, d]`, loss `[B, n]`, error `[B, n, V]` -> loss."""
         ctx.save_for_backward(h, g, error)
-        ctx.mark_non_differentiable(g)
-        return loss, g
+        return loss.clone()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, d_loss: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Gradients for h and the embedding."""
         h, g, error = ctx.saved_tensors  # type: ignore[attr-defined]
         weighted = (d_loss[..., None] * h).to(error.dtype)
         d_embedding = error.flatten(0, -2).T @ weighted.flatten(0, -2)
-        return d_loss[..., None] * g, d_embedding, None
+        return d_loss[..., None] * g, d_embedding, None, None, None

@@ -33,7 +33,7 @@ SHAPE = {
 
 
 def hope_file(folder: Path, kind: str) -> Path:
-    """The random model of the 100 to 200 MB class, written once: kind is int8, int4, fp32 or memory."""
+    """The random model of the 100 to 200 MB class, written once: kind is int8, int8-top, int4, fp32 or memory."""
     from random_model import large_config, write_model
 
     from fednl_runtime.config import HopeConfig
@@ -41,8 +41,8 @@ def hope_file(folder: Path, kind: str) -> Path:
     memory = HopeConfig(256, WIDTH, HEADS, ("self_modifying",), cms_periods=(), top_rank=0)
     path = folder / f"hope-{kind}.onnx"
     if not path.exists():
-        config = memory if kind == "memory" else large_config(top_rank=0)
-        write_model(config, path, {"int8": 8, "int4": 4}.get(kind, 16))
+        config = memory if kind == "memory" else large_config(top_rank=64 if kind == "int8-top" else 0)
+        write_model(config, path, {"int8": 8, "int8-top": 8, "int4": 4}.get(kind, 16))
     return path
 
 
@@ -249,6 +249,7 @@ def nested_learning(setting: Setting) -> Arm:
 
 MAKERS: dict[str, Callable[[Setting], Arm]] = {
     "hope int8": hope("int8"),
+    "hope int8 top": hope("int8-top"),
     "hope int4": hope("int4"),
     "hope fp32": hope("fp32"),
     "hope eager": hope_eager("int8"),

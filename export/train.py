@@ -30,7 +30,7 @@ class TrainSettings:
     """The recipe; times are in hours of training, lengths in tokens."""
 
     hours: float = 2.0
-    batch: int = 16
+    batch: int = 8
     window: int = 512
     run: tuple[int, int] = (8192, 131072)
     start: int = 256

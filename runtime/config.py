@@ -49,9 +49,9 @@ class HopeConfig:
     """Tokens between promotions of the running weights to boundary weights."""
     d_conv: int = 4
     """Window of the causal convolution, in tokens."""
-    cms_periods: tuple[int, ...] = (64, 512, 4096)
+    cms_periods: tuple[int, ...] = (512,)
     """Update period of each CMS level of a block, fastest first."""
-    d_cms: int = 256
+    d_cms: int = 768
     """Hidden width of the static MLP of a CMS level."""
     cms_rank: int = 32
     top_rank: int = 64

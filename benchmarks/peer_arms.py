@@ -51,6 +51,7 @@ def hope(kind: str, prefill: bool = False) -> Callable[[Setting], Arm]:
 
     def make(setting: Setting) -> Arm:
         from fednl_runtime.onnx_backend import load
+        from fednl_runtime.slots import LONGEST
         from fednl_runtime.speed import weight_bytes
         from fednl_runtime.state import MemoryState
 
@@ -59,7 +60,7 @@ def hope(kind: str, prefill: bool = False) -> Callable[[Setting], Arm]:
         state = MemoryState.zeros(backend.config)
         state.position[:] = 0 if prefill else setting.context
         stream, scales = backend.open(state), np.ones((1, 2), np.float32)
-        length = min(backend.segment, PREFILL) if prefill else 1
+        length = min(backend.segment, LONGEST) if prefill else 1
         total = PREFILL if prefill else setting.tokens
         tokens = np.arange(length)[None]
 

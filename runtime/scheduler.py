@@ -111,7 +111,7 @@ class Scheduler:
 
         A call takes less than twice as long for twice as many tokens. So beside N jobs that choose tokens a prompt is
         read in pieces of N, which at most double the time between their tokens; of `PIECE` if they are fewer, since a
-        prompt would hardly advance otherwise. Alone it is read in whole segments.
+        prompt would hardly advance otherwise. Alone it is read in the longest pieces.
         """
         for job in [job for job in self._active if job.closed]:
             self._advance(job, None)
@@ -126,7 +126,7 @@ class Scheduler:
             self._active.append(longer)
             slots = longer.feed.slot.slots
             if not singles:
-                slots.piece = slots.backend.segment
+                slots.piece = slots.longest
             self._read(slots, [longer])
 
     def _read(self, slots: Slots, jobs: list[Job]) -> None:

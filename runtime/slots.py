@@ -14,6 +14,8 @@ from fednl_runtime.state import Array, MemoryState
 GAIN = 1.05
 """How many times more tokens a second a larger batch must read to be worth having."""
 TRIALS = 6
+LONGEST = 128
+"""Tokens that are read in one call at most: a longer one reads no more tokens a second and stalls others for longer."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +50,7 @@ class Slots:
         self.backend, self.capacity = backend, capacity
         self.batch = capacity
         """Single tokens that are read in one call at most."""
-        self.piece = backend.segment
+        self.piece = self.longest = min(LONGEST, backend.segment)
         """Tokens of a prompt that are read in one call at most."""
         self.stream = backend.open(MemoryState.zeros(backend.config, capacity))
         self._taken: list[Slot] = []

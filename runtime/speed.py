@@ -14,6 +14,7 @@ import numpy as np
 
 from fednl_runtime.backend import FREEZE, LEARN, Backend, Stream
 from fednl_runtime.model_file import ModelFile
+from fednl_runtime.slots import LONGEST
 from fednl_runtime.state import MemoryState
 from fednl_runtime.stopwatch import READ_BYTES, Timing, interleaved, reads, rss_anon, timed
 
@@ -114,25 +115,28 @@ def one_by_one(stream: Stream, rows: int, steps: int, adapt: tuple[float, float]
     return work
 
 
-def in_segments(backend: Backend, stream: Stream, calls: int) -> Callable[[], None]:
-    """A function that reads a prompt of so many segments, one a call."""
+def in_segments(backend: Backend, stream: Stream, count: int) -> Callable[[], None]:
+    """A function that reads a prompt of so many segments, in the pieces in which the engine reads one alone."""
     scales = np.array([LEARN], np.float32)
     tokens = np.arange(backend.segment)[None] % backend.config.vocab_size
+    pieces = [tokens[:, start : start + LONGEST] for start in range(0, backend.segment, LONGEST)]
 
     def work() -> None:
-        for _ in range(calls):
-            stream.feed(tokens, scales)
+        for _ in range(count):
+            for piece in pieces:
+                stream.feed(piece, scales)
 
     return work
 
 
 def reading(backend: OnnxBackend, file_bytes: int, threads: int, steps: int, rounds: int) -> Reading:
     """Rates of prefill and of decode in batches of `steps` calls, and the bandwidth, in the same rounds."""
-    calls, prompt = max(1, steps // backend.segment), backend.open(MemoryState.zeros(backend.config))
+    count, prompt = max(1, steps // backend.segment), backend.open(MemoryState.zeros(backend.config))
     works = {f"decode_{rows}": one_by_one(spread_out(backend, rows), rows, steps) for rows in BATCHES}
     with reads(threads) as memory:
-        timings = interleaved({**memory, "prefill": in_segments(backend, prompt, calls), **works}, rounds)
-    rates = {"prefill": rate_of(timings["prefill"], calls * backend.segment, calls)}
+        timings = interleaved({**memory, "prefill": in_segments(backend, prompt, count), **works}, rounds)
+    calls = count * -(-backend.segment // LONGEST)
+    rates = {"prefill": rate_of(timings["prefill"], count * backend.segment, calls)}
     for rows in BATCHES:
         traffic = call_bytes(backend.model, file_bytes, rows)
         rates[f"decode_{rows}"] = rate_of(timings[f"decode_{rows}"], rows * steps, steps, traffic)

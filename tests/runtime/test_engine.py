@@ -28,6 +28,7 @@ from fednl_runtime.reference import run
 from fednl_runtime.sampling import SamplingParams, log_softmax
 from fednl_runtime.scheduler import PIECE
 from fednl_runtime.session import Session, SessionKey
+from fednl_runtime.slots import LONGEST
 from fednl_runtime.state import MemoryState, state_bytes
 from fednl_runtime.state_file import HEADER_BYTES
 from fednl_runtime.turn import PromptEvent, TokenEvent, TurnReport, TurnRequest
@@ -238,11 +239,11 @@ def test_a_long_prompt_stalls_a_neighbour_for_no_more_than_one_segment(engine: E
 
 def test_beside_a_turn_that_chooses_tokens_a_prompt_is_read_in_short_pieces() -> None:
     silent = ask(PROMPT * 30, SamplingParams(max_tokens=0), session_id="long")
-    with running_engine(segment=64) as alone:
+    with running_engine(segment=200) as alone:
         answer(alone, silent)
-        assert max(length for _, length in alone.backend.calls) == 64
+        assert max(length for _, length in alone.backend.calls) == LONGEST
         expected = committed(alone, "long")
-    with running_engine(segment=64) as engine:
+    with running_engine(segment=200) as engine:
         engine.backend.delay_s = 0.002
         neighbour, inbox = start(engine, ask((1,), SamplingParams(max_tokens=12, logit_bias=NO_END)))
         wait_for(inbox, TokenEvent)
@@ -253,7 +254,7 @@ def test_beside_a_turn_that_chooses_tokens_a_prompt_is_read_in_short_pieces() ->
         last = max(i for i, length in enumerate(calls) if length == 1)
         assert PIECE in calls[:last]
         assert max(calls[:last]) == PIECE
-        assert max(calls[last:]) == 64
+        assert max(calls[last:]) == LONGEST
         assert same_session(committed(engine, "long"), expected)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from recall import average, recall
 from repetition import PASSAGE, repetition
 from shift import PIECE, shift
-from streams import at_lengths, percent, read_arms, read_tokens, summary
+from streams import at_lengths, percent, read_arms, read_tokens, summary, table
 
 from fednl_runtime.evaluate import BIN
 from fednl_runtime.model_file import default_model_path
@@ -92,9 +92,10 @@ def streams(files: tuple[Path, ...], model: Path | None, tail: int, plot: Path |
         on, reset = (scores[arm][:usable].reshape(-1, BIN).mean(1) for arm in ("on", "reset"))
         curves[name_of(file)] = (100 * (on / reset - 1)).tolist()
         shown = ", ".join(f"{n}: {m['on']:.3f} ({percent(m, 'reset'):+.1f} %)" for n, m in means.items())
-        click.echo(f"{name_of(file)}: {shown}")
+        click.echo(f"{name_of(file)}: {shown}", err=True)
     if plot:
         draw(curves, plot)
+    click.echo(table(results, LENGTHS))
     click.echo(json.dumps({"lengths": summary(results, LENGTHS), "files": results}))
 
 

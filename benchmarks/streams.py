@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,16 +41,35 @@ def percent(means: Means, other: str) -> float:
     return 100 * (means["on"] / means[other] - 1)
 
 
-def summary(files: dict[str, dict[int, Means]], lengths: Iterable[int]) -> dict[int, dict[str, float]]:
-    """For each length: files, average and worst difference of `on` to `reset`, average to `frozen`."""
-    report = {}
-    for length in lengths:
-        if rows := [means[length] for means in files.values() if length in means]:
-            changes = [percent(row, "reset") for row in rows]
+def summary(files: dict[str, dict[int, Means]], lengths: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """For each length: files, average and worst difference of `on` to `reset`, average to `frozen`.
+
+    `same_files` is the average difference to `reset` of these files at each of the lengths: does the gap grow?
+    """
+    marks, report = list(lengths), {}
+    for length in marks:
+        if rows := [means for means in files.values() if length in means]:
+            changes = [percent(row[length], "reset") for row in rows]
+            shorter = [n for n in marks if n <= length]
             report[length] = {
                 "files": len(rows),
                 "on_vs_reset_percent": float(np.mean(changes)),
                 "worst_on_vs_reset_percent": max(changes),
-                "on_vs_frozen_percent": float(np.mean([percent(row, "frozen") for row in rows])),
+                "on_vs_frozen_percent": float(np.mean([percent(row[length], "frozen") for row in rows])),
+                "same_files": {n: float(np.mean([percent(row[n], "reset") for row in rows])) for n in shorter},
             }
     return report
+
+
+def table(files: dict[str, dict[int, Means]], lengths: Iterable[int]) -> str:
+    """Markdown: nats a token over each whole text, and how much lower `on` is than `reset` after so many tokens."""
+    marks = list(lengths)
+    head = ["file", "tokens", *ARMS, "on against frozen", "against reset", *(f"at {n // 1024}K" for n in marks)]
+    rows = ["| " + " | ".join(head) + " |", "|---|" + (len(head) - 1) * "---:|"]
+    for name, means in files.items():
+        size = max(means)
+        nats = [f"{means[size][arm]:.3f}" for arm in ARMS]
+        shares = [f"{percent(means[size], arm):+.1f} %" for arm in ("frozen", "reset")]
+        shares += [f"{percent(means[n], 'reset'):+.1f} %" if n in means else "" for n in marks]
+        rows.append("| " + " | ".join([name, f"{size:,}", *nats, *shares]) + " |")
+    return "\n".join(rows)

@@ -15,7 +15,7 @@ from learning import main
 from models import random_tokens
 from recall import PAIRS, answers, facts
 from repetition import rows
-from streams import at_lengths, summary
+from streams import at_lengths, summary, table
 
 from fednl_runtime.state import MemoryState
 
@@ -45,8 +45,21 @@ def test_the_summary_averages_and_names_the_worst():
             "on_vs_reset_percent": 0.0,
             "worst_on_vs_reset_percent": 50.0,
             "on_vs_frozen_percent": -37.5,
+            "same_files": {8: 0.0},
         }
     }
+
+
+def test_the_gap_at_two_lengths_is_that_of_the_same_files():
+    half, third = {"on": 1.0, "reset": 2.0, "frozen": 2.0}, {"on": 2.0, "reset": 3.0, "frozen": 4.0}
+    report = summary({"short": {8: third}, "long": {8: half, 32: third}}, (8, 32))
+    assert report[32]["same_files"] == pytest.approx({8: -50.0, 32: -100 / 3})
+
+
+def test_the_table_has_a_row_a_file_and_leaves_out_lengths_that_a_file_lacks():
+    rows = table({"a": {8192: {"on": 1.0, "reset": 2.0, "frozen": 4.0}}}, (8192, 32768)).splitlines()
+    assert rows[0].count("|") == rows[1].count("|") == rows[2].count("|")
+    assert rows[2] == "| a | 8,192 | 1.000 | 2.000 | 4.000 | -75.0 % | -50.0 % | -50.0 % |  |"
 
 
 def test_facts_hold_their_questions_and_values(monkeypatch):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fednl_runtime import recurrence as rec
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.export.checkpoint import load_checkpoint, load_training
 from fednl_runtime.export.data import find_sources, load_source
@@ -72,7 +73,7 @@ class Transformer(Hope):
     def __init__(self, config: HopeConfig, compute: torch.dtype | None = None) -> None:
         nn.Module.__init__(self)
         self.config = config if self.has_top else dataclasses.replace(config, top_rank=0)
-        self.compute = compute
+        self.compute, self.softmax_error = compute, rec.softmax_error
         self.embedding = normal(config.vocab_size, config.d_model, std=0.02)
         hidden = hidden_width(config, self.config.top_rank)
         self.layers = nn.ModuleList(TransformerBlock(config, hidden) for _ in config.layers)
@@ -81,8 +82,9 @@ class Transformer(Hope):
             self.top = TopLevel(config)
 
     def compile(self) -> None:
-        """Fuse each block with torch.compile."""
-        self.attend = torch.compile(self.attend, dynamic=False)  # type: ignore[method-assign]
+        """Fuse each block and the softmax with torch.compile."""
+        for name in ("attend", "softmax_error"):
+            setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     def zeros(self, batch: int = 1) -> TensorDict:
         """The state of `batch` fresh sessions: keys and values of the tokens before."""

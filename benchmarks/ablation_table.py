@@ -14,11 +14,11 @@ Rows = dict[str, dict[int, dict[str, Any]]]
 """Lines of the ablations by arm and seed."""
 
 
-def read_rows(text: str, tokens: int) -> Rows:
-    """The lines of runs of that many tokens."""
+def read_rows(text: str, tokens: int, batch: int) -> Rows:
+    """The lines of runs of that many tokens, in steps of that many windows."""
     rows: Rows = {}
     for row in map(json.loads, text.splitlines()):
-        if row["tokens"] == tokens:
+        if (row["tokens"], row["batch"]) == (tokens, batch):
             rows.setdefault(row["arm"], {})[row["seed"]] = row
     return rows
 
@@ -52,9 +52,10 @@ def table(rows: Rows) -> str:
 @click.command()
 @click.argument("lines", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--tokens", default=491_520, show_default=True, help="Tokens of the runs to compare.")
-def main(lines: Path, tokens: int) -> None:
+@click.option("--batch", default=8, show_default=True, help="Windows of their training steps.")
+def main(lines: Path, tokens: int, batch: int) -> None:
     """Print the table of LINES, the output of the ablations."""
-    click.echo(table(read_rows(lines.read_text(), tokens)))
+    click.echo(table(read_rows(lines.read_text(), tokens, batch)))
 
 
 if __name__ == "__main__":

@@ -39,11 +39,14 @@ ARMS = {"on": carried, "reset": cut_short}
 class Trial(Trainer):
     """A run of one arm: the trainer of the product with the arm's model and a schedule that counts steps."""
 
-    def __init__(self, variant: Variant, tokenizer: str, sources: list[Source], seed: int, folder: Path) -> None:
+    def __init__(
+        self, variant: Variant, tokenizer: str, sources: list[Source], seed: int, batch: int, folder: Path
+    ) -> None:
         self.variant = variant
         settings = TrainSettings(
-            batch=8, warmup=20, cool_down=0.4, seed=seed, start=variant.start, run=(4096, 32768), learning_rate=4e-3
-        )
+            batch=batch, warmup=160 // batch, cool_down=0.4, seed=seed, start=variant.start, run=(4096, 32768),
+            learning_rate=4e-3,
+        )  # fmt: skip
         super().__init__(variant.config, tokenizer, sources, settings, folder)
 
     def build(self) -> Hope:
@@ -94,24 +97,25 @@ def averages(scores: dict[str, list[float]]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What all arms share: the tokenizer, the training sources and the held-out tokens."""
+    """What all arms share: the tokenizer, the training sources, the held-out tokens and the windows of a step."""
 
     tokenizer: str
     sources: list[Source]
     held_out: torch.Tensor
+    batch: int
 
     @classmethod
-    def load(cls, corpus: Path, tokenizer: Path, cache: Path) -> Bench:
+    def load(cls, corpus: Path, tokenizer: Path, cache: Path, batch: int) -> Bench:
         """Read the corpus with a given tokenizer."""
         text = tokenizer.read_text("utf-8")
         sources = [load_source(path, text, cache, LENGTH + 1) for path in find_sources(corpus)]
         by_name = {source.name: source for source in sources}
         rows = np.stack([by_name[name].validation[: LENGTH + 1].astype(np.int64) for name in SCORED])
-        return cls(text, [s for s in sources if s.domain not in LEFT_OUT], torch.from_numpy(rows))
+        return cls(text, [s for s in sources if s.domain not in LEFT_OUT], torch.from_numpy(rows), batch)
 
     def trial(self, variant: Variant, seed: int, folder: str) -> Trial:
         """A fresh run of an arm."""
-        return Trial(variant, self.tokenizer, self.sources, seed, Path(folder))
+        return Trial(variant, self.tokenizer, self.sources, seed, self.batch, Path(folder))
 
     def run(self, name: str, variant: Variant, seed: int, tokens: int) -> dict[str, Any]:
         """Train and score one arm: its line of the output."""
@@ -123,7 +127,8 @@ class Bench:
             losses = trial.steps(tokens // size)
             seconds = time.monotonic() - start
             scores = score(trial.trained(), self.held_out)
-        row = {"arm": name, "seed": seed, "tokens": tokens // size * size, "seconds": round(seconds)}
+        row = {"arm": name, "seed": seed, "tokens": tokens // size * size, "batch": self.batch}
+        row["seconds"] = round(seconds)
         row["parameters"] = sum(p.numel() for p in trial.model.parameters())
         return row | averages(scores) | {"loss": by_thousands(losses, size), "scores": scores}
 
@@ -137,7 +142,7 @@ class Bench:
             for _ in range(rounds):
                 for name, trial in trials.items():
                     times[name].append(seconds_of_step(trial))
-        size = 8 * 512
+        size = self.batch * 512
         return {name: size / statistics.median(values[1:]) for name, values in times.items()}
 
 
@@ -148,10 +153,10 @@ def seconds_of_step(trial: Trial) -> float:
     return time.perf_counter() - start
 
 
-def finished(output: Path) -> set[tuple[str, int, int]]:
-    """(arm, seed, tokens) of the lines that the output holds."""
+def finished(output: Path) -> set[tuple[str, int, int, int]]:
+    """(arm, seed, tokens, batch) of the lines that the output holds."""
     lines = output.read_text().splitlines() if output.exists() else []
-    return {(row["arm"], row["seed"], row["tokens"]) for row in map(json.loads, lines)}
+    return {(row["arm"], row["seed"], row["tokens"], row["batch"]) for row in map(json.loads, lines)}
 
 
 @click.command()
@@ -162,11 +167,14 @@ def finished(output: Path) -> set[tuple[str, int, int]]:
 )
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/ablations.jsonl"), show_default=True)
 @click.option("--tokens", default=491_520, show_default=True, help="Tokens to train each arm on.")
+@click.option("--batch", default=8, show_default=True, help="Windows of a training step.")
 @click.option("--speed", is_flag=True, help="Measure training speeds of the arms instead.")
-def main(corpus: Path, queue: tuple[str, ...], tokenizer: Path, output: Path, tokens: int, speed: bool) -> None:
+def main(
+    corpus: Path, queue: tuple[str, ...], tokenizer: Path, output: Path, tokens: int, batch: int, speed: bool
+) -> None:
     """Run the arms in QUEUE (`NAME` or `NAME:SEED`) on CORPUS, a folder as `fednl-runtime train` reads it."""
     set_up_torch(None)
-    bench = Bench.load(corpus, tokenizer, output.parent / "tokens")
+    bench = Bench.load(corpus, tokenizer, output.parent / "tokens", batch)
     arms = variants()
     if speed:
         report: dict[str, Any] = {"tokens_per_second": bench.speeds({name: arms[name] for name in queue}, 5)}
@@ -174,7 +182,7 @@ def main(corpus: Path, queue: tuple[str, ...], tokenizer: Path, output: Path, to
         done = finished(output)
         for item in queue:
             name, _, seed = item.partition(":")
-            if (name, int(seed or 1), tokens) not in done:
+            if (name, int(seed or 1), tokens, batch) not in done:
                 row = bench.run(name, arms[name], int(seed or 1), tokens)
                 with output.open("a") as file:
                     file.write(json.dumps(row) + "\n")

@@ -30,7 +30,6 @@ SAMPLES = 100
 """Pieces of a long session whose time and memory are noted."""
 WARM_UP = 0.1
 """Share of a long session after which time and memory are compared."""
-QUANTIZED = "MatMulNBits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +82,11 @@ def weight_bytes(model: ModelFile, file_bytes: int) -> int:
     """Bytes of weights that one call of a model of `file_bytes` reads at least.
 
     Half-precision weights are widened when they are loaded, so that four bytes a parameter are read; the matrices
-    of a quantised file are read as they lie there. Its second copy of the embedding is read at chunk ends alone.
+    of a quantised file are read as they lie there.
     """
-    c = model.config
-    if QUANTIZED not in model.operators:
+    if "quantization" not in model.metadata:
         return 4 * model.parameters
-    copy = c.vocab_size * c.d_model * 9 // 8 if c.top_rank else 0  # a byte a number, and a scale for each 32
-    return file_bytes - len(model.tokenizer_json.encode()) - copy
+    return file_bytes - len(model.tokenizer_json.encode())
 
 
 def call_bytes(model: ModelFile, file_bytes: int, rows: int) -> int:

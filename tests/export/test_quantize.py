@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 from engines import CONFIG, tiny_tokenizer_json
 from hypothesis import given
 from hypothesis import strategies as st
 from models import TINY, random_params
+from onnx import helper, numpy_helper
 
 from fednl_runtime import reference
 from fednl_runtime.errors import ModelFileError
 from fednl_runtime.export.graph import export_model
-from fednl_runtime.export.quantize import BLOCK, file_parameters, quantize, quantize_file, quantize_tiles
+from fednl_runtime.export.integers import LEVELS, integers, linear, mix
+from fednl_runtime.export.ops import MICROSOFT, Ops, typed
+from fednl_runtime.export.quantize import BLOCK, blocks, file_parameters, quantize_file
 from fednl_runtime.export.verify import verify
 from fednl_runtime.export.weights import fingerprint
-from fednl_runtime.onnx_backend import load
+from fednl_runtime.onnx_backend import load, session_options
 from fednl_runtime.state import MemoryState
 
 WIDE = dataclasses.replace(
@@ -40,42 +44,78 @@ def path_fixture(source, request):
     return path
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([8, 4]), st.floats(1e-6, 1e6))
-def test_no_number_moves_by_more_than_a_level_or_two(seed, bits, size):
-    matrix = (np.random.default_rng(seed).normal(size=(3, 2 * BLOCK)) * size).astype(np.float32)
-    moved = np.abs(quantize(matrix, bits).restore() - matrix).reshape(3, 2, BLOCK).max(-1)
-    level = np.abs(matrix).reshape(3, 2, BLOCK).max(-1) / 2 ** (bits - 1)
-    assert (moved <= {8: 1.01, 4: 2.01}[bits] * level).all()
+@given(st.integers(0, 2**32 - 1), st.floats(1e-6, 1e6))
+def test_no_number_of_four_bits_moves_by_more_than_two_levels(seed, size):
+    matrix = (np.random.default_rng(seed).normal(size=(2 * BLOCK, 3)) * size).astype(np.float32)
+    moved = np.abs(blocks(matrix).restore() - matrix).reshape(2, BLOCK, 3).max(1)
+    assert (moved <= 2.01 * np.abs(matrix).reshape(2, BLOCK, 3).max(1) / 8).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_what_was_rounded_once_stays_as_it_is(bits):
-    matrix = np.random.default_rng(0).normal(size=(5, BLOCK)).astype(np.float32)
-    once = quantize(matrix, 8).restore() if bits == 8 else quantize(matrix, 4).restore()
-    np.testing.assert_allclose(quantize(once, bits).restore(), once, atol=1e-6)
+@given(st.integers(0, 2**32 - 1), st.floats(1e-6, 1e6), st.sampled_from([0, 1]))
+def test_no_number_of_eight_bits_moves_by_more_than_half_a_level(seed, size, axis):
+    matrix = (np.random.default_rng(seed).normal(size=(37, 11)) * size).astype(np.float32)
+    stored = integers(matrix, axis)
+    level = np.abs(matrix).max(axis, keepdims=True) / LEVELS
+    assert (np.abs(stored.restore() - matrix) <= 0.501 * level).all()
 
 
-@pytest.mark.parametrize("shape", [(64, 96), (37, 64), (5, 3)])
-def test_tiles_stand_for_the_same_numbers_by_rows_and_by_columns(shape):
-    matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    rows, columns = quantize_tiles(matrix)
-    found = rows.restore()[:, : shape[1]]
-    np.testing.assert_array_equal(found, columns.restore()[:, : shape[0]].T)
-    assert np.abs(found - matrix).max() <= np.abs(matrix).max() / 127
+def test_two_products_with_a_byte_never_overflow_sixteen_bits():
+    values = integers(np.random.default_rng(0).normal(size=(64, 9)), 0).values.astype(int)
+    assert 2 * 255 * np.abs(values).max() < 2**15
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_of_zeros_stays_one(bits):
-    np.testing.assert_array_equal(quantize(np.zeros((2, BLOCK)), bits).restore(), np.zeros((2, BLOCK)))
+@pytest.mark.parametrize("rounding", [blocks, lambda matrix: integers(matrix, 0), lambda matrix: integers(matrix, 1)])
+def test_what_was_rounded_once_stays_as_it_is_and_zeros_stay_zeros(rounding):
+    matrix = np.random.default_rng(0).normal(size=(BLOCK, 5)).astype(np.float32)
+    matrix[:, 0] = 0
+    once = rounding(matrix).restore()
+    np.testing.assert_allclose(rounding(once).restore(), once, atol=1e-6)
+    assert not once[:, 0].any()
 
 
 def test_four_bits_err_less_with_a_fitted_scale_than_with_the_largest_number_exact():
-    matrix = np.random.default_rng(1).normal(size=(64, 8 * BLOCK)).astype(np.float32)
-    blocks = matrix.reshape(64, -1, BLOCK)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)
-    exact = np.clip(np.round(blocks / (largest / -8)), -8, 7) * (largest / -8)
-    fitted = np.square(quantize(matrix, 4).restore() - matrix).mean()
-    assert fitted < np.square(exact.reshape(matrix.shape) - matrix).mean()
+    matrix = np.random.default_rng(1).normal(size=(8 * BLOCK, 64)).astype(np.float32)
+    parts = matrix.T.reshape(64, -1, BLOCK)
+    largest = np.take_along_axis(parts, np.abs(parts).argmax(-1)[..., None], -1)
+    exact = np.clip(np.round(parts / (largest / -8)), -8, 7) * (largest / -8)
+    fitted = np.square(blocks(matrix).restore() - matrix).mean()
+    assert fitted < np.square(exact.reshape(matrix.T.shape) - matrix.T).mean()
+
+
+def computed(build, x, matrix, scales):
+    """What nodes on `x [B, T, K]` compute with a matrix of integers."""
+    ops = Ops(portable=False)
+    for name, value in (("matrix", matrix), ("scales", scales)):
+        ops.initializers[name] = numpy_helper.from_array(value, name)
+    result = build(ops, "x", "matrix", "scales")
+    inputs, outputs = [typed("x", ("B", "T", x.shape[-1]))], [typed(result)]
+    graph = helper.make_graph(ops.nodes, "one", inputs, outputs, initializer=list(ops.initializers.values()))
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(MICROSOFT, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
+    session = ort.InferenceSession(model.SerializeToString(), session_options(1), providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": x})[0]
+
+
+def test_a_row_is_rounded_alike_whatever_rows_are_beside_it_and_zeros_stay_zeros():
+    rng = np.random.default_rng(3)
+    stored = integers(rng.normal(size=(64, 40)).astype(np.float32), 0)
+    x = (rng.normal(size=(3, 7, 64)) * 10.0 ** rng.integers(-4, 4, (3, 7, 1))).astype(np.float32)
+    x[1, 2] = 0
+    found = computed(linear, x, stored.values, stored.scales.ravel())
+    alone = [computed(linear, row[None, None], stored.values, stored.scales.ravel())[0, 0] for row in x.reshape(-1, 64)]
+    np.testing.assert_array_equal(found.reshape(-1, 40), alone)
+    wanted = x @ stored.restore()
+    assert not found[1, 2].any()
+    assert (np.sqrt(np.square(found - wanted).mean(-1)) <= 0.02 * np.sqrt(np.square(wanted).mean(-1))).all()
+
+
+def test_many_small_probabilities_count_beside_a_large_one():
+    rng = np.random.default_rng(4)
+    stored = integers(rng.normal(loc=1, size=(5000, 32)).astype(np.float32), 1)
+    x = np.full((1, 2, 5000), 0.1 / 4999, np.float32)
+    x[:, :, 7] = 0.9
+    found = computed(mix, x, stored.values, stored.scales.ravel())
+    np.testing.assert_allclose(found, x.astype(np.float64) @ stored.restore(), atol=2e-5)
 
 
 def test_a_quantised_file_stands_for_its_rounded_weights(source, path):

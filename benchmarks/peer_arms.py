@@ -5,6 +5,7 @@ A maker imports what it needs when it is called, so that one whose library is mi
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib
 import importlib.util
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peer_kit import Arm, Setting, count, versions_of
+from peer_kit import AbsentError, Arm, Setting, count, versions_of
 
 WIDTH, HEADS = 384, 6
 """Of the memories whose single step is compared."""
+TRAINED = 8192
+"""Tokens of context that SmolLM2 was trained for; to read more takes llama.cpp many minutes."""
 PREFILL = 512
 """Tokens of a prompt."""
 SHAPE = {
@@ -179,17 +182,30 @@ def gguf(folder: Path, kind: str) -> Path:
     return target if kind == "Q8_0" else source
 
 
+def read_once(llama_cpp: Any, model: Any, context: int, path: Path) -> None:
+    """Have `context` tokens in llama.cpp's cache: to read thousands takes it minutes, so that it is kept in a file."""
+    tokens, count = (llama_cpp.llama_token * context)(*[5] * context), ctypes.c_size_t()
+    if path.exists():
+        assert llama_cpp.llama_state_load_file(model.ctx, str(path).encode(), tokens, context, ctypes.byref(count))
+    else:
+        model.eval([5] * context)
+        assert llama_cpp.llama_state_save_file(model.ctx, str(path).encode(), tokens, context)
+    model.n_tokens = context
+
+
 def llama_cpp_arm(kind: str, prefill: bool = False) -> Callable[[Setting], Arm]:
     """llama.cpp on SmolLM2-135M, with `context` tokens in its cache."""
 
     def make(setting: Setting) -> Arm:
         llama_cpp = importlib.import_module("llama_cpp")
+        if setting.context > TRAINED:
+            raise AbsentError(f"SmolLM2 was trained for {TRAINED:,} tokens")
         path = gguf(setting.folder, kind)
         total = PREFILL if prefill else setting.tokens
         threads = {"n_threads": setting.threads, "n_threads_batch": setting.threads}
         length = setting.context + total
         model = llama_cpp.Llama(str(path), n_ctx=length, n_batch=PREFILL, verbose=False, **threads)
-        model.eval([5] * setting.context)
+        read_once(llama_cpp, model, setting.context, setting.folder / f"smollm2-{kind.lower()}-{setting.context}.state")
 
         def call() -> None:
             model.n_tokens = setting.context  # what lies beyond is removed by the next call
@@ -275,5 +291,5 @@ def make(name: str, setting: Setting) -> Arm | str:
     """The arm of that name, or in words why it is absent."""
     try:
         return MAKERS[name](setting)
-    except ImportError as error:
+    except (ImportError, AbsentError) as error:
         return str(error)

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
+class AbsentError(Exception):
+    """An arm cannot do what it is to be compared in; its words say why."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """What an arm is made for: threads, tokens of one timed call, tokens read before, and a folder for model files."""

@@ -187,15 +187,22 @@ def cms(ops: Ops, c: HopeConfig, call: Call, layer: int, x: str, added: str) -> 
         h = ops.linear(normed, f"layers.{layer}.cms_in.{level}")
         up, p, t = ops.split(h, (c.d_cms, c.cms_rank, c.d_model))
         p = ops.unit(p, c.cms_rank, c.norm_eps)
-        fast = ops("MatMul", p, ops("Gather", f"present.{layer}.cms_f", ops.const(level, np.int64), axis=1))
+        fast = ops("MatMul", p, level_of(ops, c, f"present.{layer}.cms_f", level))
         added = ops("Add", ops.linear(ops.silu(up), f"layers.{layer}.cms_out.{level}"), fast)
         inputs.append(p)
         targets.append(t)
-    p, t = (ops("Concat", *parts, axis=2) for parts in (inputs, targets))
+    p, t = (ops("Concat", *parts, axis=2) if c.n_cms > 1 else parts[0] for parts in (inputs, targets))
     scaled = ops("Mul", p, call.slow)
     for name, value, width in (("cms_a", t, c.d_model), ("cms_g", p, c.cms_rank)):
         ops.recurrence(scaled, scaled, value, (call.cms_decay,), f"{layer}.{name}", (c.n_cms, c.cms_rank, width))
     return x, added
+
+
+def level_of(ops: Ops, c: HopeConfig, f: str, level: int) -> str:
+    """F `[B, r, d]` of one level out of `[B, k, r, d]`, which is no copy where there is but one."""
+    if c.n_cms == 1:
+        return ops.reshape(f, 0, c.cms_rank, c.d_model)
+    return ops("Gather", f, ops.const(level, np.int64), axis=1)
 
 
 def top(ops: Ops, c: HopeConfig, call: Call, h: str) -> str:

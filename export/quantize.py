@@ -57,7 +57,7 @@ def blocks(matrix: npt.NDArray[np.floating]) -> Blocks:
         error = np.square(nearest(parts / scale) * scale - parts).sum(-1, keepdims=True)
         best, scales = np.minimum(best, error), np.where(error < best, scale, scales)
     values = (nearest(parts / scales) + HALF).astype(np.uint8)
-    return Blocks(values[..., 0::2] | values[..., 1::2] << 4, scales[..., 0].astype(np.float32))
+    return Blocks((values[..., 0::2] | values[..., 1::2] << 4).astype(np.uint8), scales[..., 0].astype(np.float32))
 
 
 def nearest(values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
@@ -138,9 +138,10 @@ def restored(initializers: Mapping[str, npt.NDArray[np.generic]]) -> Weights:
     for name, value in initializers.items():
         own, _, suffix = name.partition(":")
         if suffix == "scale":
-            values = initializers[f"{own}:q"]
-            kind = Blocks if values.dtype == np.uint8 else Integers
-            weights[own] = kind(values, value.astype(np.float32)).restore()
+            values, scales = initializers[f"{own}:q"], value.astype(np.float32)
+            blocks = values.dtype == np.uint8
+            stored = Blocks(values.astype(np.uint8), scales) if blocks else Integers(values.astype(np.int8), scales)
+            weights[own] = stored.restore()
         elif not suffix:
             weights[name] = value.astype(np.float32)
     return weights

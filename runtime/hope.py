@@ -135,7 +135,8 @@ class Hope(nn.Module):
         u, z = projected.split([len(INPUTS) * c.d_model, c.d_model], -1)
         window = torch.cat([tail, u], 1)
         taps = layer["conv"].T.contiguous()
-        u = sum((window[:, j : j + x.shape[1]] * taps[j] for j in range(1, c.d_conv)), window[:, : x.shape[1]] * taps[0])
+        first, *others = (window[:, j : j + x.shape[1]] * taps[j] for j in range(c.d_conv))
+        u = sum(others, first)
         u = unit(u.unflatten(-1, (len(INPUTS), c.n_head, c.d_head)), c.norm_eps).permute(2, 0, 3, 1, 4)
         return u.contiguous(), z, window[:, x.shape[1] :]
 

@@ -189,7 +189,7 @@ class CrossEntropy(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for h and the embedding."""
         h, g, error = ctx.saved_tensors  # type: ignore[attr-defined]
         weighted = (d_loss[..., None] * h).to(error.dtype)

@@ -125,6 +125,7 @@ def main(model: Path | None, lines: int, share: float, seed: int) -> None:
         found = {
             kind: float(np.mean([ranked[i] >= limit for i, k in enumerate(kinds[WARM_UP:]) if k == kind]))
             for kind in FAULTS
+            if kind in kinds
         }
         report[arm] = {
             "average_precision": average_precision(ranked, faulty),

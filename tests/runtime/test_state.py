@@ -44,8 +44,8 @@ def test_state_bytes_follow_from_the_configuration_alone(config):
     assert MemoryState.zeros(config, 3).nbytes == 3 * state_bytes(config)
 
 
-def test_the_default_shape_costs_1_74_mebibytes_a_session():
-    assert state_bytes(SHIPPED_SHAPE) == 1_822_784
+def test_the_default_shape_costs_1_21_mebibytes_a_session():
+    assert state_bytes(SHIPPED_SHAPE) == 1_265_728
 
 
 def test_a_copy_shares_no_memory_with_its_source():

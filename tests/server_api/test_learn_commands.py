@@ -90,7 +90,7 @@ def test_train_writes_weights_log_tokenizer_and_a_summary(trained):
     assert {p.name for p in folder.iterdir()} >= {"model.safetensors", "resume.pt", "log.jsonl", "tokenizer.json"}
     assert summary["sources"] == ["tales/one", "tales/two"]
     assert summary["step"] == len((folder / "log.jsonl").read_text().splitlines())
-    assert summary["tokens"] == 16 * 512 * summary["step"]
+    assert summary["tokens"] == 8 * 512 * summary["step"]
     assert summary["validation_nats_per_token"] == {}
     assert "export" in result.stderr
 

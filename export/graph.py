@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper, save_model
+from onnx.external_data_helper import set_external_data
 
 from fednl_runtime.config import MEMORIES, HopeConfig
 from fednl_runtime.export import blocks
 from fednl_runtime.export.boundary import close_chunks, slow_names
 from fednl_runtime.export.ops import MICROSOFT, Ops, typed
 from fednl_runtime.export.weights import Weights, fingerprint, stored
+from fednl_runtime.model_file import data_path
 from fednl_runtime.state import state_shapes
 
 FORMAT = 1
@@ -23,6 +25,9 @@ FORMAT = 1
 
 OPSET, IR = 23, 11
 MIN_ONNXRUNTIME = "1.32.0"
+LARGEST = 2_000_000_000
+"""Bytes of weights that one file holds. Protobuf, and so ONNX, ends at 2 GiB; above it weights lie in a second file."""
+
 Params = Mapping[str, npt.NDArray[np.floating]]
 
 
@@ -35,7 +40,7 @@ def export_model(
     name: str = "hope",
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `params` (named as in `reference.step`) as one self-contained model file.
+    """Write `params` (named as in `reference.step`) as one self-contained model file; above 2 GB as two.
 
     `ops` say which operators it is made of, by default the fused ones. `metadata` is kept beside our own.
     """
@@ -43,6 +48,17 @@ def export_model(
     model = build_model(params, config, ops)
     own = {"fednl.name": name, "fednl.tokenizer": tokenizer_json, **describe(params, config, ops.portable, model)}
     helper.set_model_props(model, {**(metadata or {}), **own})
+    write(model, Path(path))
+
+
+def write(model: ModelProto, path: Path) -> None:
+    """Write a model's file, and beyond `LARGEST` its weights next to it, as `model.onnx.data`."""
+    data = data_path(path)
+    data.unlink(missing_ok=True)
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) > LARGEST:
+        for tensor in model.graph.initializer:
+            if not tensor.name.startswith("const."):
+                set_external_data(tensor, location=data.name)
     save_model(model, path)
 
 

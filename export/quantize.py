@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from fednl_runtime.errors import ModelFileError
-from fednl_runtime.export.graph import export_model
+from fednl_runtime.export.graph import export_model, write
 from fednl_runtime.export.integers import Integers, integers, linear, mix
 from fednl_runtime.export.ops import MICROSOFT, Ops
 from fednl_runtime.export.weights import TRANSPOSED, Weights, recovered, stored
@@ -97,7 +97,7 @@ def with_exact_activations(source: Path, target: Path) -> None:
     """Write a quantised file so that it rounds no activations: slower, and exactly what its weights say."""
     model = onnx.load(source)
     make_exact(model.graph)
-    onnx.save(model, target)
+    write(model, target)
 
 
 def make_exact(graph: onnx.GraphProto) -> None:

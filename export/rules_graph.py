@@ -20,6 +20,7 @@ from fednl_runtime.export.ops import Ops, typed
 from fednl_runtime.export.pullbacks import Shape
 from fednl_runtime.export.segment_ops import SegmentOps
 from fednl_runtime.export.weights import fingerprint, stored
+from fednl_runtime.model_file import read_weights
 from fednl_runtime.rules import WEIGHTS, gradients_path, schema_hash
 from fednl_runtime.state import state_shapes
 
@@ -219,7 +220,7 @@ def export_rules(params: Params, c: HopeConfig, model_path: Path) -> Path:
 
     The file holds the graph and where in the model file each weight is; loaded with any other file it is refused.
     """
-    data = model_path.read_bytes()
+    data = read_weights(model_path)
     model = build_rules_model(params, c)
     for tensor in model.graph.initializer:
         share(tensor, data)

@@ -11,6 +11,7 @@ import numpy as np
 
 from fednl_runtime.config import HopeConfig
 from fednl_runtime.errors import ModelFileError, RulesError
+from fednl_runtime.model_file import read_weights
 from fednl_runtime.onnx_backend import open_session, session_options
 from fednl_runtime.rules import WEIGHTS, RuleSet, gradients_path, schema_hash
 from fednl_runtime.state import MemoryState, Tensors, Tokens
@@ -33,7 +34,7 @@ def load_gradients(model: str | Path, threads: int | None = None) -> GradientGra
     if not path.is_file():
         raise RulesError(f"There is no gradient graph {path}. Make one with `fednl-runtime export`.")
     try:
-        weights = Path(model).read_bytes()
+        weights = read_weights(Path(model))
     except OSError as error:
         raise ModelFileError(f"{model} cannot be read ({error.strerror}). Check the path.") from error
     options = session_options(threads)

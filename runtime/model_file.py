@@ -147,3 +147,20 @@ def default_model_path() -> Path:
     if not isinstance(path, Path) or not path.is_file():
         raise ModelFileError("No model is shipped with this installation. Name one with --model FILE.onnx.")
     return path
+
+
+def data_path(model: Path) -> Path:
+    """Where the weights of a model file above 2 GB are: `model.onnx` -> `model.onnx.data`."""
+    return model.with_name(f"{model.name}.data")
+
+
+def read_weights(model: Path) -> bytes:
+    """The file that holds the weights of a model file: its own, or the one next to it. Raises OSError."""
+    data = data_path(model)
+    return (data if data.is_file() else model).read_bytes()
+
+
+def file_bytes(model: Path) -> int:
+    """Bytes of a model file, and of the one next to it."""
+    data = data_path(model)
+    return model.stat().st_size + (data.stat().st_size if data.is_file() else 0)

@@ -68,6 +68,8 @@ REASONS = (
      "The model uses an operator that this onnxruntime lacks. Upgrade it, or export with --portable."),
     (("Unsupported model IR version", "opset", "Unrecognized attribute"),
      "The model was made for a newer onnxruntime. Upgrade with `pip install -U onnxruntime`."),
+    (("External data path",),
+     "Its weights, a file named .data, are not next to it. Keep both in one folder, under the names they were given."),
     (("Protobuf parsing failed", "ModelProto does not have a graph"),
      "This is not an ONNX file, or it is cut short. Download or export it again."),
 )  # fmt: skip

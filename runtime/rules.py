@@ -33,7 +33,7 @@ RANGES = {
 """Largest magnitude of the numbers of a rule, by the last part of its name."""
 
 WEIGHTS = "model"
-"""What a gradient graph calls the place of its weights; it is given the bytes of the model file for it."""
+"""What a gradient graph calls the place of its weights; it is given the bytes of the file that holds them."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -39,11 +39,12 @@ def chosen(file: Path | None, option: Path | None) -> Path:
 @model_options
 def info(file: Path | None, option: Path | None, as_json: bool) -> None:
     """Describe a model file: sizes, layers, memory of a session, fingerprint."""
+    from fednl_runtime.model_file import file_bytes
     from fednl_runtime.onnx_backend import load
 
     path = chosen(file, option)
-    summary = {"file": path.name, "file_bytes": path.stat().st_size if path.exists() else 0}
-    summary |= load(path).model.summary()
+    described = load(path).model.summary()
+    summary = {"file": path.name, "file_bytes": file_bytes(path), **described}
     print_json(summary) if as_json else print_table(path.name, summary)
 
 
@@ -55,17 +56,19 @@ def info(file: Path | None, option: Path | None, as_json: bool) -> None:
 def export(checkpoint: Path, output: Path, portable: bool, name: str) -> None:
     """Write a training CHECKPOINT as one model file that onnxruntime can serve.
 
-    The gradient graph that `rules train` needs is written next to it, as model.rules.onnx.
+    The gradient graph that `rules train` needs is written next to it, as model.rules.onnx; weights of more than
+    2 GB, which the format cannot hold in one file, as model.onnx.data.
     """
     from fednl_runtime.export.checkpoint import load_checkpoint
     from fednl_runtime.export.graph import export_model
     from fednl_runtime.export.ops import Ops
     from fednl_runtime.export.rules_graph import export_rules
+    from fednl_runtime.model_file import file_bytes
 
     config, params, tokenizer_json = load_checkpoint(checkpoint)
     export_model(params, config, tokenizer_json, output, Ops(portable), name)
     gradients = export_rules(params, config, output)
-    sizes = " and ".join(f"{path} ({path.stat().st_size / 1e6:.1f} MB)" for path in (output, gradients))
+    sizes = " and ".join(f"{path} ({file_bytes(path) / 1e6:.1f} MB)" for path in (output, gradients))
     click.echo(f"Wrote {sizes}. Check it with: fednl-runtime verify {output}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,20 +46,19 @@ def quantize(
     from fednl_runtime.errors import VerificationError
     from fednl_runtime.export.gate import cost
     from fednl_runtime.export.quantize import quantize_file
+    from fednl_runtime.model_file import file_bytes
     from fednl_runtime.onnx_backend import load
 
     source, limit = chosen(file, option), LIMITS[bits] if max_rise is None else max_rise
-    unproven = output.with_name(f"{output.name}.unproven")
-    try:
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".quantize-") as folder:
+        unproven = Path(folder, output.name)
         quantize_file(source, unproven, bits)
         before, after = load(source), load(unproven)
         found = cost(before, after, measured_text(before, text))
         good = found.rise_percent <= limit
-        if good or force:
-            unproven.replace(output)
-    finally:
-        unproven.unlink(missing_ok=True)
-    sizes = {"bytes_before": source.stat().st_size, "bytes": output.stat().st_size if good or force else None}
+        for part in Path(folder).iterdir() if good or force else ():
+            part.replace(output.with_name(part.name))
+    sizes = {"bytes_before": file_bytes(source), "bytes": file_bytes(output) if good or force else None}
     report = {**sizes, **dataclasses.asdict(found), "rise_percent": found.rise_percent, "max_rise_percent": limit}
     print_json({"ok": good, **report}) if as_json else print_table(f"{bits} bits", report)
     if not good and not force:

@@ -15,12 +15,16 @@ from onnx import helper, numpy_helper
 
 from fednl_runtime import reference
 from fednl_runtime.errors import ModelFileError
+from fednl_runtime.export import graph
 from fednl_runtime.export.graph import export_model
 from fednl_runtime.export.integers import LEVELS, integers, linear, mix
 from fednl_runtime.export.ops import MICROSOFT, Ops, typed
 from fednl_runtime.export.quantize import BLOCK, blocks, file_parameters, quantize_file
+from fednl_runtime.export.rules_graph import export_rules
 from fednl_runtime.export.verify import verify
 from fednl_runtime.export.weights import fingerprint
+from fednl_runtime.gradient_backend import load_gradients
+from fednl_runtime.model_file import data_path, file_bytes
 from fednl_runtime.onnx_backend import load, session_options
 from fednl_runtime.state import MemoryState
 
@@ -141,6 +145,39 @@ def test_a_quantised_file_computes_what_its_weights_say_but_for_rounded_activati
 
 def test_a_quantised_file_is_smaller(source, path):
     assert path.stat().st_size < {"int8": 0.7, "int4": 0.55}[path.stem] * source.stat().st_size
+
+
+def test_weights_too_large_for_one_file_lie_next_to_it_and_serve_the_same(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "LARGEST", 10_000)
+    path = tmp_path / "large.onnx"
+    export_model(PARAMS, WIDE, tiny_tokenizer_json(), path, name="tiny", metadata={"card": "a test"})
+    export_rules(PARAMS, WIDE, path)
+    assert path.stat().st_size < source.stat().st_size - 4 * PARAMS["embedding"].size
+    assert file_bytes(path) >= source.stat().st_size
+    large, whole = load(path, threads=1), load(source, threads=1)
+    assert large.model == whole.model
+    tokens, learn = np.arange(24)[None] % WIDE.vocab_size, np.ones((1, 2), np.float32)
+    found, wanted = (backend.open(MemoryState.zeros(WIDE)).feed(tokens[:, :8], learn) for backend in (large, whole))
+    assert np.array_equal(found, wanted)
+    assert load_gradients(path).defaults.fingerprint == large.fingerprint
+    quantize_file(path, tmp_path / "int8.onnx", 8)
+    assert verify(tmp_path / "int8.onnx").ok
+
+
+def test_a_file_whose_weights_are_gone_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "LARGEST", 10_000)
+    path = tmp_path / "large.onnx"
+    export_model(PARAMS, WIDE, tiny_tokenizer_json(), path)
+    data_path(path).unlink()
+    with pytest.raises(ModelFileError, match=r"\.data, are not next to it"):
+        load(path)
+
+
+def test_weights_of_an_earlier_export_do_not_stay_next_to_a_small_one(tmp_path):
+    path = tmp_path / "model.onnx"
+    data_path(path).write_bytes(b"weights of before")
+    export_model(PARAMS, WIDE, tiny_tokenizer_json(), path)
+    assert not data_path(path).exists()
 
 
 def test_a_model_whose_rows_fit_no_block_is_refused(tmp_path):
